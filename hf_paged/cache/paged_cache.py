@@ -1,0 +1,514 @@
+"""The transformers ``Cache`` whose K and V lie in the pool of a patched model.
+
+It implements the interface of ``Cache`` as transformers 5.17 to 5.24 call it. Lengths that
+transformers sees are those of the padded rectangle, since ``generate()`` slices by them; the real
+lengths are :attr:`PagedCache.seq_lens`.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any, NoReturn
+
+import torch
+import transformers
+from packaging.version import Version
+from transformers.cache_utils import (
+    Cache,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+)
+
+from hf_paged.cache.columns import Columns
+from hf_paged.cache.runtime import PagedRuntime, runtime_of
+from hf_paged.cache.step import CURRENT_STEP, PagedStep, StepInputs, new_tokens
+from hf_paged.core.block_table import NO_BLOCK
+from hf_paged.core.sequence import Sequence
+from hf_paged.errors import CacheStateError, ConfigurationError, InputMismatchError
+
+__all__ = ["PagedCache"]
+
+_CROP_TAKES_LENGTHS = Version(transformers.__version__) < Version("5.18")
+"""Up to 5.17 a positive argument of crop is the length to keep; later it is an error."""
+
+
+class PagedCache(Cache):
+    """K and V of a batch of rows, stored in blocks that equal prefixes share.
+
+    Blocks are taken as tokens come and go back when the cache is released, leaves its ``with``
+    block or is garbage-collected.
+
+    Example:
+        >>> cache = hf_paged.PagedCache(model)                          # doctest: +SKIP
+        >>> logits = model(input_ids, past_key_values=cache).logits     # doctest: +SKIP
+        >>> branch = cache.fork()            # shares every block       # doctest: +SKIP
+
+    Args:
+        model: a patched model; a PEFT wrapper around one will do.
+
+    Raises:
+        ConfigurationError: the model is not patched.
+    """
+
+    is_compileable = False
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._init(runtime_of(model))
+
+    def _init(self, runtime: PagedRuntime) -> None:
+        super().__init__(layers=[])
+        self.runtime = runtime
+        self._sequences: list[Sequence] | None = None
+        self._columns = Columns(0)
+        self._is_recording = False
+        self._is_released = False
+        self._is_in_forward = False
+        self._num_layers: int | None = None
+
+    # -- what is inside ----------------------------------------------------------------------
+
+    @property
+    def seq_lens(self) -> list[int]:
+        """Tokens stored for each row, padding left out."""
+        return [sequence.num_tokens for sequence in self._sequences or []]
+
+    @property
+    def block_tables(self) -> list[list[list[int]]]:
+        """Block ids of each row in each layer group: ``block_tables[group][row]``.
+
+        A Llama has one group. Entries behind a sliding window are -1.
+        """
+        groups = range(len(self.runtime.manager.groups))
+        rows = self._sequences or []
+        return [[sequence.tables[group].ids.tolist() for sequence in rows] for group in groups]
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        """The rows; empty before the first forward. For this package alone."""
+        return self._sequences or []
+
+    @property
+    def columns(self) -> Columns:
+        """Which columns of the rectangle are real. For this package alone."""
+        return self._columns
+
+    @property
+    def holds_window(self) -> bool:
+        """Whether tokens behind a window stay until the next :meth:`crop`."""
+        return self._is_recording
+
+    # -- one forward -------------------------------------------------------------------------
+
+    def begin_forward(self, inputs: StepInputs, num_layers: int, *, is_paged: bool) -> PagedStep:
+        """Reserve the blocks of a forward; :meth:`end_forward` must follow.
+
+        Args:
+            inputs: what the model was called with.
+            num_layers: layers that the forward runs.
+            is_paged: False: attend by the model's own code over gathered K and V.
+
+        Raises:
+            KVCacheFullError: too few blocks; nothing has changed.
+            InputMismatchError: rows or mask do not fit the cache.
+            CacheStateError: the cache is released, or in a forward of another thread.
+        """
+        self._check_usable()
+        if self._is_in_forward:
+            raise CacheStateError(
+                "the cache is in a forward of another thread already: expected one forward at a "
+                "time; give each thread a cache of its own (cache.fork())."
+            )
+        is_new = self._sequences is None
+        self._open_rows(inputs.num_rows)
+        if self._num_layers not in (None, num_layers):
+            raise InputMismatchError(
+                f"the cache holds {self._num_layers} layers, this forward runs {num_layers}: "
+                "expected the same number; use a new cache."
+            )
+        try:
+            if self.columns.has_gaps and any(g.window for g in self.runtime.manager.groups):
+                # A window counts columns, the blocks count tokens; with gaps the two differ.
+                is_paged = False
+            step = PagedStep(self, inputs, num_layers, is_paged=is_paged)
+        except BaseException:
+            if is_new:
+                self._close_rows()
+            raise
+        self._is_in_forward = True
+        self._num_layers = num_layers
+        return step
+
+    def end_forward(self, step: PagedStep, *, is_complete: bool) -> None:
+        """Commit a forward, or roll it back; the cache is then ready for the next."""
+        try:
+            if is_complete:
+                try:
+                    step.commit()
+                except BaseException:
+                    step.rollback()
+                    raise
+            else:
+                step.rollback()
+        finally:
+            self._is_in_forward = False
+            if self._columns.num_columns == 0:
+                self._close_rows()
+
+    def check_prompt(self, inputs: StepInputs) -> None:
+        """Raise now what a prompt given in several forwards would raise in one of them.
+
+        Raises:
+            KVCacheFullError: the rows do not fit together.
+        """
+        self._check_usable()
+        is_new = self._sequences is None
+        self._open_rows(inputs.num_rows)
+        real, _ = self._columns.new_columns(inputs.attention_mask, inputs.num_columns)
+        rows = new_tokens(self, inputs, real)
+        runtime = self.runtime
+        try:
+            runtime.scheduler.allocate(
+                lambda: runtime.manager.check_fits(rows, occasion="the prompt of generate()")
+            )
+        finally:
+            if is_new:
+                self._close_rows()
+
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store K and V of one layer; called by the model's attention modules.
+
+        Raises:
+            CacheStateError: outside a forward of the patched model.
+        """
+        step = CURRENT_STEP.get()
+        if step is None or step.cache is not self:
+            self._check_usable()
+            raise CacheStateError(
+                "PagedCache.update() outside a forward of the model that it was made for: "
+                "expected model(..., past_key_values=cache) of the patched model."
+            )
+        return step.update(key_states, value_states, layer_idx)
+
+    def gather(
+        self, layer: int, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copy a layer's stored K and V into the padded shape.
+
+        Args:
+            layer: index in the model.
+            key: [..., H_kv, *, D] on the device and in the dtype to return.
+            value: [..., H_kv, *, D_v].
+
+        Returns:
+            [B, H_kv, columns, D] and [B, H_kv, columns, D_v], zeros where nothing is stored. The
+            columns are all, or those that the layer's window can still see.
+        """
+        group = self.runtime.group_of_layer[layer]
+        first = self.get_mask_sizes(0, layer)[1]
+        rows, columns, slots = self._stored_slots(group, first)
+        num_columns = self._columns.num_columns - first
+        view = self.runtime.storage.view(layer, key.transpose(1, 2), value.transpose(1, 2))
+        found = self.runtime.backend.gather(view, slots.to(key.device))
+        gathered = []
+        for new, stored in zip((key, value), found, strict=True):
+            shape = (len(self.sequences), num_columns, new.shape[1], new.shape[-1])
+            out = new.new_zeros(shape)
+            out[rows.to(key.device), columns.to(key.device)] = stored
+            gathered.append(out.transpose(1, 2))
+        return gathered[0], gathered[1]
+
+    # -- lengths, as transformers asks for them ----------------------------------------------
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return the columns so far, padding included."""
+        return self._columns.num_columns
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """Return the column of the next query."""
+        return self._columns.num_columns
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """Return a layer's window, -1 for full attention; without a layer, the largest."""
+        windows = self.runtime.layout.windows
+        if layer_idx is not None:
+            return windows[layer_idx] or -1
+        return max(window or -1 for window in windows)
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        """Return how many columns a layer's mask covers, and the first of them."""
+        num_past, window = self._columns.num_columns, self.runtime.layout.windows[layer_idx]
+        first = 0 if window is None else max(0, num_past - window + 1)
+        return num_past - first + query_length, first
+
+    @property
+    def is_sliding(self) -> list[bool]:
+        """Whether each layer has a window."""
+        return [window is not None for window in self.runtime.layout.windows]
+
+    @property
+    def is_linear(self) -> list[bool]:
+        """False for every layer; a list, since ``all([])`` is True."""
+        return [False] * len(self)
+
+    @property
+    def is_dummy(self) -> list[bool]:
+        """False for every layer."""
+        return [False] * len(self)
+
+    @property
+    def is_croppable(self) -> bool:
+        """Always: see :meth:`crop`."""
+        return True
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether a forward has stored something."""
+        return self._sequences is not None
+
+    @property
+    def batch_size(self) -> int:
+        """Rows, -1 before the first forward."""
+        return -1 if self._sequences is None else len(self._sequences)
+
+    def __len__(self) -> int:
+        """Return the number of layers."""
+        return self.runtime.layout.num_layers
+
+    def __repr__(self) -> str:
+        """Show the rows at a glance."""
+        state = "released" if self._is_released else f"seq_lens={self.seq_lens}"
+        return f"PagedCache({state}, block_size={self.runtime.block_size})"
+
+    # -- rows --------------------------------------------------------------------------------
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Make row i a fork of row ``beam_idx[i]``: permutes tables, copies no K or V.
+
+        Args:
+            beam_idx: [B'] integers in [0, B).
+
+        Raises:
+            CacheStateError: an index out of range.
+        """
+        self._select(beam_idx.tolist())
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the given rows, in that order; ``indices`` may be a bool mask."""
+        if indices.dtype == torch.bool:
+            indices = torch.nonzero(indices)[:, 0]
+        self._select(indices.tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row ``repeats`` times; the copies share every block."""
+        self._select([row for row in range(len(self.sequences)) for _ in range(repeats)])
+
+    def crop(self, tokens_to_remove: int | None = None, max_length: int | None = None) -> None:
+        """Forget the last columns; a block is freed only when it is empty.
+
+        Args:
+            tokens_to_remove: negative: forget that many columns. 0: forget none. Both let go of
+                what lies behind a window. Positive: up to transformers 5.17 the number of
+                columns to keep, as there; later an error, as there.
+            max_length: the old name of the argument.
+
+        Raises:
+            CacheStateError: more columns than there are, or tokens behind a window that are gone.
+        """
+        self._check_usable()
+        number = tokens_to_remove if tokens_to_remove is not None else max_length
+        num_columns = self._columns.num_columns
+        if number is None:
+            raise ConfigurationError("crop() needs tokens_to_remove, e.g. -1; got nothing.")
+        if number > 0 and not _CROP_TAKES_LENGTHS:
+            raise ValueError(
+                f"crop({number}): expected a negative number, the columns to remove; to keep "
+                f"{number} of {num_columns} pass {number - num_columns}."
+            )
+        keep = min(number, num_columns) if number > 0 else num_columns + number
+        if keep < 0:
+            raise CacheStateError(
+                f"crop({number}) removes more than there is: the cache has {num_columns} columns."
+            )
+        manager = self.runtime.manager
+        with self.runtime.lock:
+            lost = self._columns.num_real_after(keep)
+            kept = [s.num_tokens - n for s, n in zip(self.sequences, lost, strict=True)]
+            for sequence, num_tokens in zip(self.sequences, kept, strict=True):
+                if num_tokens < sequence.num_tokens and not manager.can_crop(sequence, num_tokens):
+                    raise CacheStateError(
+                        f"crop({number}) reaches behind a sliding window whose tokens are gone: "
+                        "call activate_past_recording() before the forward that is to be undone."
+                    )
+            for sequence, num_tokens in zip(self.sequences, kept, strict=True):
+                manager.crop(sequence, num_tokens)
+                manager.drop_hidden(sequence)
+            self._columns.crop(keep)
+
+    def activate_past_recording(self) -> None:
+        """From now on keep tokens behind a window until :meth:`crop` is called."""
+        self._is_recording = True
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """Whether a layer keeps tokens behind its window until :meth:`crop`."""
+        return self._is_recording and self.is_sliding[layer_idx]
+
+    def reset(self) -> None:
+        """Forget everything; the cache can be used again, with any number of rows."""
+        self._check_usable()
+        self._close_rows()
+
+    # -- life --------------------------------------------------------------------------------
+
+    def fork(self) -> PagedCache:
+        """Return an independent cache with the same tokens; copies tables, no K or V."""
+        self._check_usable()
+        twin = type(self).__new__(type(self))
+        twin._init(self.runtime)
+        with self.runtime.lock:
+            if self._sequences is not None:
+                twin._sequences = [self.runtime.manager.fork(s) for s in self._sequences]
+                twin._columns = self._columns.select(list(range(len(self._sequences))))
+        twin._is_recording = self._is_recording
+        twin._num_layers = self._num_layers
+        return twin
+
+    def __copy__(self) -> PagedCache:
+        """Fork."""
+        return self.fork()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PagedCache:
+        """Fork."""
+        twin = memo[id(self)] = self.fork()
+        return twin
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refuse: a cache is a handle to the memory of this process."""
+        raise CacheStateError(
+            "a PagedCache cannot be pickled, its K and V lie in this process's pool; pickle "
+            "cache.to_dynamic_cache() instead."
+        )
+
+    def to_dynamic_cache(self) -> DynamicCache:
+        """Return a DynamicCache with the same K and V, zeros in padded columns.
+
+        Use it with the attention mask of the same rows; blocks of this cache stay as they are.
+        """
+        self._check_usable()
+        dynamic = DynamicCache()
+        dynamic.layer_class_to_replicate = None
+        dynamic.layers = [
+            DynamicLayer() if window is None else DynamicSlidingWindowLayer(sliding_window=window)
+            for window in self.runtime.layout.windows[: self._num_layers]
+        ]
+        if self._sequences is None:
+            return dynamic
+        for layer in range(len(dynamic.layers)):
+            states = self.gather(layer, *self.runtime.storage.empty_states(layer))
+            # Columns behind a window are zeros; the sliding layer drops them itself.
+            hidden = self._columns.num_columns - states[0].shape[2]
+            padded = [torch.nn.functional.pad(state, (0, 0, hidden, 0)) for state in states]
+            dynamic.update(padded[0], padded[1], layer)
+        return dynamic
+
+    def release(self) -> None:
+        """Give all blocks back now; using the cache afterwards is an error. Idempotent."""
+        self._close_rows()
+        self._is_released = True
+
+    def __enter__(self) -> PagedCache:
+        """Return the cache itself."""
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Release the cache."""
+        self.release()
+
+    def __del__(self) -> None:
+        """Give the blocks back; the pool's lock may be held, so leave the work to the pool."""
+        sequences = getattr(self, "_sequences", None)
+        if sequences:
+            self.runtime.discard(sequences)
+
+    # -- inside ------------------------------------------------------------------------------
+
+    def _check_usable(self) -> None:
+        if self._is_released:
+            raise CacheStateError("the cache was released: expected a live one; make a new one.")
+        if not self.runtime.is_active:
+            raise CacheStateError(
+                "the model of this cache was unpatched and its memory is gone; patch it again and "
+                "make a new cache."
+            )
+
+    def _open_rows(self, num_rows: int) -> None:
+        if self._sequences is None:
+            with self.runtime.lock:
+                self._sequences = [self.runtime.manager.new_sequence() for _ in range(num_rows)]
+            self._columns = Columns(num_rows)
+        elif len(self._sequences) != num_rows:
+            raise InputMismatchError(
+                f"the cache holds {len(self._sequences)} rows, the inputs have {num_rows}: "
+                "expected the same number; use batch_select_indices() or a new cache."
+            )
+
+    def _close_rows(self) -> None:
+        with self.runtime.lock:
+            for sequence in self._sequences or []:
+                self.runtime.manager.free(sequence)
+            self._sequences = None
+            self._columns = Columns(0)
+            self._num_layers = None
+
+    def _select(self, rows: list[int]) -> None:
+        self._check_usable()
+        sequences = self._sequences
+        if sequences is None or rows == list(range(len(sequences))):
+            return
+        for row in rows:
+            if not 0 <= row < len(sequences):
+                raise CacheStateError(
+                    f"row index {row} is out of range: expected 0 to {len(sequences) - 1}."
+                )
+        manager = self.runtime.manager
+        with self.runtime.lock:
+            moved: set[int] = set()
+            selected = []
+            for row in rows:
+                selected.append(manager.fork(sequences[row]) if row in moved else sequences[row])
+                moved.add(row)
+            for row, sequence in enumerate(sequences):
+                if row not in moved:
+                    manager.free(sequence)
+            self._sequences = selected
+            self._columns = self._columns.select(rows)
+
+    def _stored_slots(
+        self, group: int, first_column: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return row, column (from ``first_column``) and slot of every stored token."""
+        size = self.runtime.block_size
+        rows, columns, slots = [], [], []
+        for row, sequence in enumerate(self.sequences):
+            table = sequence.tables[group]
+            real = torch.nonzero(self._columns.real[row])[:, 0].tolist()
+            for token, column in enumerate(real[: sequence.num_tokens]):
+                block = table[token // size] if token // size < len(table) else NO_BLOCK
+                if column >= first_column and block != NO_BLOCK:
+                    rows.append(row)
+                    columns.append(column - first_column)
+                    slots.append(block * size + token % size)
+        as_tensor = [torch.tensor(x, dtype=torch.long) for x in (rows, columns, slots)]
+        return as_tensor[0], as_tensor[1], as_tensor[2]

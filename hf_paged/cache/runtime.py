@@ -1,0 +1,256 @@
+"""What all calls of one patched model share: its pool, its storage, its backend."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Hashable
+from contextvars import ContextVar
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+
+from hf_paged.backends.registry import create_backend
+from hf_paged.cache.layout import KVLayout
+from hf_paged.cache.memory import num_free_bytes, num_total_bytes
+from hf_paged.cache.stats import KVCacheStats
+from hf_paged.cache.storage import KVStorage
+from hf_paged.config import PagedConfig, parse_kv_memory
+from hf_paged.core.cache_manager import KVCacheManager
+from hf_paged.core.scheduler import Call, Scheduler
+from hf_paged.core.sequence import Sequence
+from hf_paged.errors import ConfigurationError
+
+__all__ = ["Computation", "PagedRuntime", "find_runtime", "inner_model", "register_runtime", "runtime_of"]
+
+logger = logging.getLogger("hf_paged")
+
+_runtimes: WeakKeyDictionary[torch.nn.Module, PagedRuntime] = WeakKeyDictionary()
+
+
+class Computation(Protocol):
+    """What K and V of a model depend on besides tokens and positions."""
+
+    def is_determined(self) -> bool:
+        """Whether equal tokens give equal K and V in this forward (no hooks, no dropout)."""
+
+    def fingerprint(self) -> Hashable | None:
+        """Return equal values only for equal weights, adapters and settings; None: unknown."""
+
+
+class PagedRuntime:
+    """Pool, storage, scheduler and backend of one patched model.
+
+    Args:
+        config: what the user asked for.
+        layout: what the model stores for a token.
+        device: where the model is when patched.
+        computation: tells what K and V depend on besides tokens and positions.
+
+    Raises:
+        ConfigurationError: a limit that holds no block, or more than the machine has.
+    """
+
+    def __init__(
+        self,
+        config: PagedConfig,
+        layout: KVLayout,
+        device: torch.device,
+        computation: Computation,
+    ) -> None:
+        self.config = config
+        self.layout = layout
+        self.computation = computation
+        self.backend = create_backend(config.backend, device)
+        self.block_size = _choose_block_size(config, self.backend.block_size_multiple)
+        self.bytes_per_block = layout.bytes_per_block(self.block_size)
+        self.num_blocks = _choose_num_blocks(config, self.bytes_per_block, device)
+        self.storage = KVStorage(
+            self.backend, layout, self.num_blocks, self.block_size, poison=config.debug
+        )
+        self.manager = KVCacheManager(
+            self.num_blocks,
+            self.block_size,
+            layout.groups,
+            on_emptied=self.storage.poison if config.debug else None,
+        )
+        self.group_of_layer = {
+            layer: index for index, group in enumerate(layout.groups) for layer in group.layers
+        }
+        self.scheduler = Scheduler(self.num_blocks, self.reclaim)
+        self.current_call: ContextVar[Call | None] = ContextVar("current_call", default=None)
+        self.scope: ContextVar[Hashable] = ContextVar("scope", default=None)
+        self.is_active = True
+        self._garbage: deque[list[Sequence]] = deque()
+        logger.info(
+            "KV pool: %d blocks of %d tokens, %d bytes each, %.1f MiB in all; backend %s",
+            self.num_blocks,
+            self.block_size,
+            self.bytes_per_block,
+            self.num_blocks * self.bytes_per_block / 2**20,
+            self.backend.name,
+        )
+
+    @property
+    def lock(self) -> Any:
+        """Guards the pool and its sequences; re-entrant."""
+        return self.scheduler.lock
+
+    def discard(self, sequences: list[Sequence]) -> None:
+        """Have ``sequences`` freed soon; safe inside a garbage collection."""
+        self._garbage.append(sequences)
+
+    def reclaim(self) -> None:
+        """Free what :meth:`discard` collected; the lock must be held."""
+        while self._garbage:
+            for sequence in self._garbage.popleft():
+                self.manager.free(sequence)
+
+    def version(
+        self, *, is_first_forward: bool, is_prompt: bool
+    ) -> tuple[Hashable | None, bool]:
+        """Return the version of K and V about to be computed, and whether to keep the blocks.
+
+        A ``generate()`` takes its version once. Weights can change between two forwards of a
+        hand-written loop, so there only the first forward of a cache is shareable.
+
+        Args:
+            is_first_forward: the cache is empty.
+            is_prompt: the forward has more than one token a row.
+        """
+        call = self.current_call.get()
+        if call is None and not is_first_forward:
+            return None, False
+        if is_prompt and not self.computation.is_determined():
+            return None, False
+        if call is not None and call.version is not None:
+            return call.version, call.keep
+        fingerprint = self.computation.fingerprint() if self.config.prefix_caching else None
+        # An object equals nothing but itself: rows of this call share, later calls do not.
+        version = (object() if fingerprint is None else fingerprint, self.scope.get())
+        keep = fingerprint is not None
+        if call is not None:
+            call.version, call.keep = version, keep
+        return version, keep
+
+    def stats(self) -> KVCacheStats:
+        """Return the figures of this moment."""
+        with self.lock:
+            self.reclaim()
+            manager, pool = self.manager, self.manager.pool
+            return KVCacheStats(
+                block_size=self.block_size,
+                num_blocks=pool.num_blocks,
+                free_blocks=pool.num_free,
+                cached_blocks=pool.num_cached,
+                used_blocks=pool.num_used,
+                peak_used_blocks=manager.peak_used_blocks,
+                bytes_per_block=self.bytes_per_block,
+                capacity_bytes=(pool.num_blocks + 1) * self.bytes_per_block,
+                used_bytes=pool.num_used * self.bytes_per_block,
+                peak_used_bytes=manager.peak_used_blocks * self.bytes_per_block,
+                live_tokens=pool.num_live_slots,
+                utilization=manager.utilization,
+                utilization_at_peak=manager.utilization_at_peak,
+                prefix_query_tokens=manager.num_prefix_query_tokens,
+                prefix_hit_tokens=manager.num_prefix_hit_tokens,
+                cow_copies=manager.num_cow_copies,
+                evictions=pool.num_evictions,
+                backend=self.backend.name,
+            )
+
+    def reset_stats(self) -> None:
+        """Set peaks to what is used now and counters to 0."""
+        with self.lock:
+            self.reclaim()
+            self.manager.reset_stats()
+
+    def clear_prefix_cache(self) -> None:
+        """Drop cached blocks; used ones stay."""
+        with self.lock:
+            self.reclaim()
+            self.manager.clear_cached()
+
+    def trim(self) -> None:
+        """Give the memory of free blocks and of scratch buffers back to the system."""
+        with self.lock:
+            self.reclaim()
+            self.storage.trim(self.manager.pool.free_blocks())
+
+    def close(self) -> None:
+        """Give back all memory; caches that still live answer with an error from now on."""
+        with self.lock:
+            self.is_active = False
+            self.storage.clear()
+
+
+def register_runtime(model: torch.nn.Module, runtime: PagedRuntime | None) -> None:
+    """Make ``runtime`` the one of ``model``, or forget it (None)."""
+    if runtime is None:
+        _runtimes.pop(model, None)
+    else:
+        _runtimes[model] = runtime
+
+
+def inner_model(model: torch.nn.Module) -> torch.nn.Module:
+    """Return the transformers model inside a PEFT wrapper, or ``model`` itself."""
+    get_base_model = getattr(model, "get_base_model", None)
+    if callable(get_base_model) and hasattr(model, "peft_config"):
+        base: torch.nn.Module = get_base_model()
+        return base
+    return model
+
+
+def find_runtime(model: torch.nn.Module) -> PagedRuntime | None:
+    """Return the runtime of a patched model, or None."""
+    return _runtimes.get(inner_model(model)) if isinstance(model, torch.nn.Module) else None
+
+
+def runtime_of(model: torch.nn.Module) -> PagedRuntime:
+    """Return the runtime of a patched model.
+
+    Raises:
+        ConfigurationError: the model is not patched.
+    """
+    runtime = find_runtime(model)
+    if runtime is None:
+        raise ConfigurationError(
+            f"model is not patched: expected a model that hf_paged.patch() returned, got "
+            f"{type(model).__name__}; call hf_paged.patch(model) first."
+        )
+    return runtime
+
+
+def _choose_block_size(config: PagedConfig, multiple: int) -> int:
+    if config.block_size == "auto":
+        return max(16, multiple)
+    block_size = int(config.block_size)
+    if block_size % multiple:
+        raise ConfigurationError(
+            f"block_size={block_size} does not suit backend {config.backend!r}: expected a "
+            f"multiple of {multiple}; pass block_size='auto' or {multiple}."
+        )
+    return block_size
+
+
+def _choose_num_blocks(config: PagedConfig, bytes_per_block: int, device: torch.device) -> int:
+    if config.num_blocks is not None:
+        num_blocks, asked = config.num_blocks, f"num_blocks={config.num_blocks}"
+    else:
+        free = num_free_bytes(device)
+        kv_memory = 0.5 if config.kv_memory is None else config.kv_memory
+        num_blocks = parse_kv_memory(kv_memory, num_free_bytes=free) // bytes_per_block
+        asked = f"kv_memory={config.kv_memory!r}"
+        if num_blocks < 1:
+            raise ConfigurationError(
+                f"{asked} holds no block: expected at least {bytes_per_block} bytes (one block), "
+                f"{free} bytes are free; raise kv_memory or lower block_size."
+            )
+    total = num_total_bytes(device)
+    if num_blocks * bytes_per_block > total:
+        raise ConfigurationError(
+            f"{asked} is more than {device} has: {num_blocks * bytes_per_block} bytes asked, "
+            f"{total} there; pass less, e.g. kv_memory=0.5 for half of what is free."
+        )
+    return num_blocks

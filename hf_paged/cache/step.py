@@ -1,0 +1,380 @@
+"""One forward over a paged cache: from the inputs of the call to the attention of each layer.
+
+    begin ─▶ (update ─▶ attend) for each layer ─▶ commit
+      │                  any exception ─▶ rollback
+
+Dimensions: B rows, T columns of this forward, P columns before it, N new tokens that are real, H
+query heads, H_kv key/value heads, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from hf_paged.backends.metadata import AttentionMetadata
+from hf_paged.core.block_table import NO_BLOCK
+from hf_paged.core.cache_manager import Allocation, NewTokens
+from hf_paged.errors import CacheStateError, PagedGradientError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    from hf_paged.cache.paged_cache import PagedCache
+
+__all__ = ["CURRENT_STEP", "PagedStep", "StepInputs", "new_tokens"]
+
+CURRENT_STEP: ContextVar[PagedStep | None] = ContextVar("current_step", default=None)
+"""The forward that this thread is in, if it carries a paged cache."""
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """What a forward was called with.
+
+    Attributes:
+        input_ids: [B, T], or None if embeddings were given.
+        num_rows: B.
+        num_columns: T.
+        attention_mask: [B, P + T] or None.
+        position_ids: [B, T] or [1, T], or None if the model makes them up.
+    """
+
+    input_ids: torch.Tensor | None
+    num_rows: int
+    num_columns: int
+    attention_mask: torch.Tensor | None
+    position_ids: torch.Tensor | None
+
+
+class PagedStep:
+    """A forward in progress; made by :meth:`begin`, ended by :meth:`commit` or :meth:`rollback`.
+
+    Attributes:
+        cache: the cache that the call carries.
+        is_paged: True: layers attend through the backend. False ("gathered"): the model's own
+            attention runs, with its own mask, over K and V gathered into the padded shape; for
+            masks and outputs that no backend knows, slower and exact.
+        masks_issued: whether a layer may already hold one of our markers instead of a mask.
+    """
+
+    def __init__(
+        self, cache: PagedCache, inputs: StepInputs, num_layers: int, *, is_paged: bool
+    ) -> None:
+        self.cache = cache
+        self.is_paged = is_paged
+        self.masks_issued = False
+        self._runtime = cache.runtime
+        self._inputs = inputs
+        self._num_layers = num_layers
+        self._updated: set[int] = set()
+        self._awaiting: int | None = None
+        self._new_kv: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._on_device: dict[tuple[Any, ...], Any] = {}
+        real, hides_past = cache.columns.new_columns(inputs.attention_mask, inputs.num_columns)
+        is_dense = bool(real.all())
+        if hides_past or (not is_dense and cache.columns.is_padded_late(real)):
+            self.is_paged = False
+        self._real = real
+        self._hold_window = cache.holds_window
+        self._rows = new_tokens(cache, inputs, real)
+        call = self._runtime.current_call.get()
+        occasion = "a forward"
+        if call is not None:
+            occasion = f"step {call.num_steps} of generate()"
+            call.num_steps += 1
+        self._token_index = None if is_dense else torch.nonzero(real.flatten())[:, 0]
+        self._allocation = self._runtime.scheduler.allocate(lambda: self._allocate(occasion))
+        try:
+            groups = range(len(self._runtime.manager.groups))
+            self._metadata = [self._build_metadata(group) for group in groups]
+        except BaseException:
+            self.rollback()
+            raise
+
+    def update(
+        self, key: torch.Tensor, value: torch.Tensor, layer: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store what ``layer`` computed.
+
+        Args:
+            key: [B, H_kv, T, D].
+            value: [B, H_kv, T, D_v].
+
+        Returns:
+            Paged: the same tensors, for :meth:`attend`. Gathered: K and V of all columns that
+            :meth:`PagedCache.get_mask_sizes` counts, zeros where a column is padding.
+        """
+        self._expect_attention_called()
+        if layer in self._updated or not 0 <= layer < self._num_layers:
+            raise UnsupportedModelError(
+                f"layer {layer} stored K and V twice in one forward or is beyond the "
+                f"{self._num_layers} layers of the config: expected one cache.update() a layer."
+            )
+        new_key, new_value = self._pack(key.detach()), self._pack(value.detach())
+        self._check_storage(layer, new_key, new_value)
+        view = self._runtime.storage.view(layer, new_key, new_value)
+        with torch.no_grad():
+            if new_key.shape[0]:
+                self._runtime.backend.write(
+                    new_key, new_value, view, self._metadata_of(layer, key.device)
+                )
+        self._updated.add(layer)
+        if self.is_paged:
+            self._awaiting = layer
+            self._new_kv = (new_key, new_value)
+            return key, value
+        past_key, past_value = self.cache.gather(layer, key, value)
+        return torch.cat([past_key, key], dim=2), torch.cat([past_value, value], dim=2)
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        layer: int,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Attend through the backend.
+
+        Args:
+            query: [B, H, T, D].
+            layer: the layer whose :meth:`update` came last.
+            scale, window, softcap, sinks: see :meth:`AttentionBackend.forward`.
+
+        Returns:
+            [B, T, H, D_v]; 0 where a column is padding.
+        """
+        if layer != self._awaiting or self._new_kv is None:
+            raise UnsupportedModelError(
+                f"attention of layer {layer} ran, but the last K and V stored were those of layer "
+                f"{self._awaiting}: layers that attend to another layer's K and V lack the seam."
+            )
+        group_window = self._group(layer).window
+        if group_window is not None and (window is None or window > group_window):
+            raise UnsupportedModelError(
+                f"layer {layer} attends {'to all tokens' if window is None else window}, but its "
+                f"config announces a sliding window of {group_window}; it needs a ModelSpec."
+            )
+        self._awaiting = None
+        key, value = self._new_kv
+        with torch.no_grad():
+            packed = self._pack(query.detach())
+            metadata = self._metadata_of(layer, query.device)
+            out = packed.new_zeros(0, packed.shape[1], value.shape[-1])
+            if packed.shape[0]:
+                out = self._runtime.backend.forward(
+                    packed,
+                    key,
+                    value,
+                    self._runtime.storage.view(layer, key, value),
+                    metadata,
+                    scale=scale,
+                    window=window,
+                    softcap=softcap,
+                    sinks=sinks,
+                )
+            out = self._unpack(out)
+        if torch.is_grad_enabled() and query.requires_grad:
+            out = _StopGradient.apply(out, query)  # type: ignore[no-untyped-call]
+        return out
+
+    def commit(self) -> None:
+        """Make the new tokens valid.
+
+        Raises:
+            UnsupportedModelError: some layer did not use the cache as expected; the caller rolls
+                back.
+        """
+        self._expect_attention_called()
+        if len(self._updated) != self._num_layers:
+            missing = sorted(set(range(self._num_layers)) - self._updated)
+            raise UnsupportedModelError(
+                f"layers {missing} did not store K and V in this forward: expected one "
+                f"cache.update() from each of {self._num_layers} layers."
+            )
+        with self._runtime.lock:
+            self._runtime.manager.commit(self._allocation, hold_window=self._hold_window)
+            self.cache.columns.append(self._real)
+            if self._runtime.config.debug:
+                self._runtime.manager.check_integrity()
+
+    def rollback(self) -> None:
+        """Leave the cache and the pool as they were before the forward."""
+        with self._runtime.lock:
+            self._runtime.manager.rollback(self._allocation)
+            if self._runtime.config.debug:
+                self._runtime.manager.check_integrity()
+
+    def _group(self, layer: int) -> Any:
+        return self._runtime.manager.groups[self._runtime.group_of_layer[layer]]
+
+    def _allocate(self, occasion: str) -> Allocation:
+        runtime = self._runtime
+        allocation = runtime.manager.begin(
+            self._rows, hold_window=self._hold_window, occasion=occasion
+        )
+        if runtime.config.debug:
+            runtime.storage.poison(allocation.new_blocks)
+        runtime.storage.copy_blocks(allocation.copies)
+        return allocation
+
+    def _check_storage(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        runtime = self._runtime
+        if runtime.storage.fits(layer, key, value):
+            return
+        with runtime.lock:
+            if self._updated or runtime.manager.num_stored_sequences:
+                raise CacheStateError(
+                    f"keys of layer {layer} are {key.dtype} with heads {tuple(key.shape[-2:])}, "
+                    "but caches made with another dtype or shape are in use; release them first."
+                )
+            runtime.manager.clear_cached()
+            runtime.storage.clear()
+
+    def _expect_attention_called(self) -> None:
+        if self._awaiting is not None:
+            raise UnsupportedModelError(
+                f"layer {self._awaiting} stored K and V but did not attend through the "
+                "registered attention function: the architecture lacks that seam "
+                "(ALL_ATTENTION_FUNCTIONS)."
+            )
+
+    # -- rectangle <-> packed ----------------------------------------------------------------
+
+    def _pack(self, states: torch.Tensor) -> torch.Tensor:
+        """Turn [B, H, T, D] into the real tokens end to end, [N, H, D]."""
+        packed = states[:, :, 0] if states.shape[2] == 1 else states.transpose(1, 2).flatten(0, 1)
+        if self._token_index is None:
+            return packed
+        return packed.index_select(0, self._tensor("index", self._token_index, states.device))
+
+    def _unpack(self, packed: torch.Tensor) -> torch.Tensor:
+        """Turn [N, H, D] into [B, T, H, D], zeros where a column is padding."""
+        num_rows, num_columns = self._inputs.num_rows, self._inputs.num_columns
+        if self._token_index is not None:
+            index = self._tensor("index", self._token_index, packed.device)
+            padded = packed.new_zeros(num_rows * num_columns, *packed.shape[1:])
+            packed = padded.index_copy_(0, index, packed)
+        return packed.unflatten(0, (num_rows, num_columns))
+
+    # -- metadata ----------------------------------------------------------------------------
+
+    def _metadata_of(self, layer: int, device: torch.device) -> AttentionMetadata:
+        group = self._runtime.group_of_layer[layer]
+        key = ("metadata", group, device)
+        metadata: AttentionMetadata | None = self._on_device.get(key)
+        if metadata is None:
+            metadata = self._on_device[key] = self._metadata[group].to(device)
+        return metadata
+
+    def _tensor(self, name: str, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        key = (name, device)
+        moved: torch.Tensor | None = self._on_device.get(key)
+        if moved is None:
+            moved = self._on_device[key] = tensor.to(device)
+        return moved
+
+    def _build_metadata(self, group: int) -> AttentionMetadata:
+        size, null_block = self._runtime.block_size, self._runtime.num_blocks
+        rows = self._allocation.rows
+        tables = [row.sequence.tables[group] for row in rows]
+        block_tables = np.full(
+            (len(rows), max((len(table) for table in tables), default=0)), null_block, np.int32
+        )
+        for row, table in zip(block_tables, tables, strict=True):
+            row[: len(table)] = table.ids
+        block_tables[block_tables == NO_BLOCK] = null_block
+        slots = [slot for row in rows for slot in row.slots(group, size)]
+        query_lens = [row.end - row.start for row in rows]
+        seq_lens = [row.end for row in rows]
+        return AttentionMetadata(
+            block_size=size,
+            null_block=null_block,
+            block_tables=torch.from_numpy(block_tables),
+            seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
+            cu_seqlens_q=torch.tensor([0, *np.cumsum(query_lens)], dtype=torch.int32),
+            slot_mapping=torch.tensor(slots, dtype=torch.int64),
+            seq_lens_list=seq_lens,
+            query_lens_list=query_lens,
+        )
+
+
+def new_tokens(cache: PagedCache, inputs: StepInputs, real: torch.Tensor) -> list[NewTokens]:
+    """Return what a forward adds to each row that has a real token, in row order.
+
+    Args:
+        cache: an initialised cache of ``inputs.num_rows`` rows.
+        inputs: the call.
+        real: [B, T] bool, which columns are real.
+    """
+    sequences = cache.sequences
+    lens: list[int] = real.sum(1).tolist()
+    is_first = all(sequence.num_tokens == 0 for sequence in sequences)
+    version, keep = None, False
+    if inputs.input_ids is not None:
+        version, keep = cache.runtime.version(
+            is_first_forward=is_first, is_prompt=inputs.num_columns > 1
+        )
+    if version is None:
+        return [NewTokens(s, n) for s, n in zip(sequences, lens, strict=True) if n]
+    assert inputs.input_ids is not None
+    positions, is_implicit = _positions(cache, inputs, real)
+    if is_implicit:
+        # The model makes up positions from the mask in its own way, but equal tokens in equal
+        # columns get equal ones.
+        version = (version, "columns")
+    ids: list[list[int]] = inputs.input_ids.tolist()
+    if inputs.num_columns == 1:
+        return [
+            NewTokens(s, 1, row, row_positions[0], version, keep)
+            for s, n, row, row_positions in zip(sequences, lens, ids, positions, strict=True)
+            if n
+        ]
+    result = []
+    for row, (sequence, num_new) in enumerate(zip(sequences, lens, strict=True)):
+        if num_new == 0:
+            continue
+        at = torch.nonzero(real[row])[:, 0].tolist()
+        row_positions = [positions[row][i] for i in at]
+        first: int | None = row_positions[0]
+        if row_positions != list(range(row_positions[0], row_positions[0] + num_new)):
+            first = None
+        result.append(
+            NewTokens(sequence, num_new, [ids[row][i] for i in at], first, version, keep)
+        )
+    return result
+
+
+def _positions(
+    cache: PagedCache, inputs: StepInputs, real: torch.Tensor
+) -> tuple[Sequence[Sequence[int]], bool]:
+    """Return the positions [B][T], and whether they are columns because none were given."""
+    given, num_past = inputs.position_ids, cache.columns.num_columns
+    if given is not None and given.ndim <= 2:
+        listed: list[list[int]] = given.reshape(-1, given.shape[-1]).tolist()
+        return (listed * inputs.num_rows if len(listed) == 1 else listed), False
+    columns = range(num_past, num_past + inputs.num_columns)
+    is_implicit = given is not None or cache.columns.has_padding or not bool(real.all())
+    return [columns] * inputs.num_rows, is_implicit
+
+
+class _StopGradient(torch.autograd.Function):
+    """Passes its input on; backward() explains instead of giving a partial gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, out: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        raise PagedGradientError(
+            "backward() reached a forward with a paged cache: K and V in the pool carry no "
+            "gradient. Train without a cache (use_cache=False) or with a DynamicCache."
+        )
+

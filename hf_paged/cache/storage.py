@@ -1,0 +1,186 @@
+"""The pool's tensors: made when first written, copied block by block, given back by the page.
+
+On a CPU each tensor is a private anonymous mapping. The system commits a page when it is first
+written, so a pool that may grow to 12 GiB costs nothing until it does, and :meth:`KVStorage.trim`
+can give back the pages of free blocks while the tensor stays where it is.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from hf_paged.backends.base import AttentionBackend, LayerView
+from hf_paged.cache.layout import KVLayout
+from hf_paged.errors import UnsupportedModelError
+
+__all__ = ["KVStorage"]
+
+
+class KVStorage:
+    """K and V of every block, one :class:`LayerView` a layer.
+
+    A block belongs to one layer group at a time, so layer ``i`` of each group uses the same
+    tensors.
+
+    Args:
+        backend: decides the layout.
+        layout: what a token needs, as the config says.
+        num_blocks: usable blocks; one more is made, the null block.
+        block_size: tokens a block.
+        poison: fill with NaN what holds no token (debug mode).
+    """
+
+    def __init__(
+        self,
+        backend: AttentionBackend,
+        layout: KVLayout,
+        num_blocks: int,
+        block_size: int,
+        *,
+        poison: bool = False,
+    ) -> None:
+        self._backend = backend
+        self._layout = layout
+        self._num_blocks = num_blocks
+        self._block_size = block_size
+        self._poison = poison
+        self._lock = threading.Lock()
+        self._lane = {
+            layer: lane for group in layout.groups for lane, layer in enumerate(group.layers)
+        }
+        self._views: dict[tuple[int, torch.device], LayerView] = {}
+        self._empty_states: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._mappings: list[tuple[mmap.mmap, int]] = []
+
+    def view(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> LayerView:
+        """Return the tensors of ``layer`` on the device of ``key``, made if they are new.
+
+        Args:
+            layer: index in the model.
+            key: [..., H_kv, D], what the layer is about to store.
+            value: [..., H_kv, D_v].
+
+        Raises:
+            UnsupportedModelError: the layer brings more than its config announced.
+        """
+        lane = (self._lane[layer], key.device)
+        view = self._views.get(lane)
+        if layer not in self._empty_states:
+            self._empty_states[layer] = (_empty_state(key), _empty_state(value))
+        if view is None:
+            with self._lock:
+                view = self._views.get(lane)
+                if view is None:
+                    view = self._views[lane] = self._make_view(layer, key, value)
+        return view
+
+    def fits(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> bool:
+        """Whether the tensors of ``layer`` have the dtype and shape of what it stores now."""
+        view = self._views.get((self._lane[layer], key.device))
+        if view is None:
+            return True
+        return all(
+            cache.dtype == new.dtype
+            and cache.shape
+            == self._backend.cache_shape(
+                self._num_blocks + 1, self._block_size, new.shape[-2], new.shape[-1]
+            )
+            for cache, new in ((view.key_cache, key), (view.value_cache, value))
+        )
+
+    def empty_states(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return K [0, H_kv, 0, D] and V of a layer that has stored something."""
+        return self._empty_states[layer]
+
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks, (source, target) each, in every layer that has them."""
+        if copies:
+            for view in self._views.values():
+                pairs = torch.tensor(copies, device=view.key_cache.device)
+                self._backend.copy_blocks(view, pairs[:, 0], pairs[:, 1])
+
+    def poison(self, block_ids: Iterable[int]) -> None:
+        """Fill blocks with NaN: whoever reads them without writing first will show it."""
+        ids = list(block_ids)
+        for view in self._views.values():
+            for cache in (view.key_cache, view.value_cache):
+                cache[ids] = torch.nan
+
+    def trim(self, free_blocks: Sequence[int]) -> None:
+        """Give the memory of free blocks back to the system; they read as zeros afterwards.
+
+        Args:
+            free_blocks: ids, ascending.
+        """
+        for mapping, bytes_per_block in self._mappings:
+            for first, last in _runs(free_blocks):
+                # A page that a used block shares stays.
+                begin = -(-first * bytes_per_block // mmap.PAGESIZE) * mmap.PAGESIZE
+                end = (last + 1) * bytes_per_block // mmap.PAGESIZE * mmap.PAGESIZE
+                if end > begin:
+                    mapping.madvise(mmap.MADV_DONTNEED, begin, end - begin)
+        self._backend.release_scratch()
+        if any(device.type == "cuda" for _, device in self._views):
+            torch.cuda.empty_cache()
+
+    def clear(self) -> None:
+        """Drop all tensors; the next :meth:`view` makes new ones."""
+        with self._lock:
+            self._views.clear()
+            self._empty_states.clear()
+            self._mappings.clear()
+        self._backend.release_scratch()
+
+    def _make_view(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> LayerView:
+        bytes_per_slot = sum(new.shape[-2:].numel() * new.itemsize for new in (key, value))
+        if bytes_per_slot > self._layout.bytes_per_slot:
+            raise UnsupportedModelError(
+                f"layer {layer} stores {bytes_per_slot} bytes a token (keys "
+                f"{tuple(key.shape[-2:])}, values {tuple(value.shape[-2:])}, {key.dtype}), but the "
+                f"config announces {self._layout.bytes_per_slot} ({self._layout.num_kv_heads} "
+                f"heads of {self._layout.head_dim}, {self._layout.dtype}). If the dtype changed "
+                "after patching, unpatch and patch again; otherwise the architecture needs a "
+                "ModelSpec."
+            )
+        return LayerView(self._make_cache(key), self._make_cache(value))
+
+    def _make_cache(self, like: torch.Tensor) -> torch.Tensor:
+        num_blocks = self._num_blocks + 1
+        shape = self._backend.cache_shape(num_blocks, self._block_size, *like.shape[-2:])
+        num_bytes = torch.Size(shape).numel() * like.itemsize
+        # Tensors made in inference mode could not be written outside of it.
+        with torch.inference_mode(False), torch.no_grad():
+            if like.device.type == "cpu" and hasattr(mmap, "MAP_PRIVATE"):
+                mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+                cache = torch.frombuffer(mapping, dtype=like.dtype).view(shape)
+                if hasattr(mmap, "MADV_DONTNEED"):
+                    self._mappings.append((mapping, num_bytes // num_blocks))
+            else:
+                cache = torch.zeros(shape, dtype=like.dtype, device=like.device)
+            if self._poison:
+                cache[:-1] = torch.nan
+        return cache
+
+
+def _empty_state(like: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode(False):
+        return torch.empty(0, like.shape[-2], 0, like.shape[-1], dtype=like.dtype, device=like.device)
+
+
+def _runs(ids: Sequence[int]) -> list[tuple[int, int]]:
+    """Return (first, last) of each run of consecutive ids.
+
+    >>> _runs([0, 1, 2, 5, 7, 8])
+    [(0, 2), (5, 5), (7, 8)]
+    """
+    runs: list[tuple[int, int]] = []
+    for block_id in ids:
+        if runs and runs[-1][1] == block_id - 1:
+            runs[-1] = (runs[-1][0], block_id)
+        else:
+            runs.append((block_id, block_id))
+    return runs

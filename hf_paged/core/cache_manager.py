@@ -1,0 +1,526 @@
+"""Which blocks a forward reads, writes and copies: all of it before the first is written.
+
+One forward is one transaction. :meth:`KVCacheManager.begin` plans it for all rows or for none,
+the caller makes the copies and runs the model, then :meth:`~KVCacheManager.commit` or
+:meth:`~KVCacheManager.rollback` ends it. Nothing that a forward computes is shareable before its
+commit, except among the rows of that same forward.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from hf_paged.core.block_pool import BlockPool
+from hf_paged.core.block_table import NO_BLOCK
+from hf_paged.core.layer_group import LayerGroup
+from hf_paged.core.prefix_index import BlockKey, PrefixIndex, PrefixNode
+from hf_paged.core.sequence import Sequence as KVSequence
+from hf_paged.errors import KVCacheFullError
+
+__all__ = ["Allocation", "KVCacheManager", "NewTokens", "RowAllocation"]
+
+
+@dataclass
+class NewTokens:
+    """What one forward adds to one sequence.
+
+    Attributes:
+        sequence: the row.
+        num_tokens: tokens to add, at least 1, padding left out.
+        token_ids: their ids, or None if ids do not determine K and V (embeddings, hooks).
+        first_position: position of the first, if they are consecutive; else None.
+        version: what K and V depend on besides tokens and positions; None: not shareable.
+        keep: whether the blocks may stay cached after their last user.
+    """
+
+    sequence: KVSequence
+    num_tokens: int
+    token_ids: list[int] | None = None
+    first_position: int | None = None
+    version: Hashable | None = None
+    keep: bool = True
+
+
+@dataclass
+class _Entry:
+    """One entry of a block table as a forward needs it."""
+
+    index: int
+    block: int
+    is_written: bool
+    replaces: int | None = None
+
+
+@dataclass
+class RowAllocation:
+    """One row of an :class:`Allocation`: tokens ``start`` to ``end - 1`` of its sequence."""
+
+    sequence: KVSequence
+    start: int
+    end: int
+    token_ids: list[int]
+    first_position: int
+    base: PrefixNode | None
+    keys: list[BlockKey]
+    entries: list[list[_Entry]] = field(default_factory=list)
+    table_lengths: list[int] = field(default_factory=list)
+    num_hit_tokens: int = 0
+
+    def slots(self, group: int, block_size: int) -> list[int]:
+        """Return the slot of each new token in a layer group, -1 where it is not stored."""
+        slots = [-1] * (self.end - self.start)
+        for entry in self.entries[group]:
+            if entry.is_written:
+                first = max(self.start, entry.index * block_size)
+                last = min(self.end, (entry.index + 1) * block_size)
+                offset = (entry.block - entry.index) * block_size
+                slots[first - self.start : last - self.start] = range(first + offset, last + offset)
+        return slots
+
+
+@dataclass
+class Allocation:
+    """What one forward may read and must write; ended by ``commit`` or ``rollback``.
+
+    Attributes:
+        rows: in the order of the request.
+        copies: (source, destination) blocks to copy before anything is written.
+        new_blocks: blocks taken for this forward, destinations of copies included.
+    """
+
+    rows: list[RowAllocation] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    new_blocks: list[int] = field(default_factory=list)
+    _num_new: int = 0
+    _touched: list[int] = field(default_factory=list)
+    _released: Counter[int] = field(default_factory=Counter)
+    _pending_nodes: dict[tuple[int, BlockKey], PrefixNode] = field(default_factory=dict)
+    _pending_blocks: dict[tuple[int, int], int] = field(default_factory=dict)
+
+
+class KVCacheManager:
+    """Sequences, their block tables and the prefixes that they share.
+
+    Args:
+        num_blocks: usable blocks of the pool.
+        block_size: tokens a block.
+        groups: layer groups of the model.
+        on_emptied: called with block ids that hold nothing any more (debug mode poisons them).
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        groups: Sequence[LayerGroup],
+        on_emptied: Callable[[list[int]], None] | None = None,
+    ) -> None:
+        self.block_size = block_size
+        self.groups = tuple(groups)
+        self.index = PrefixIndex(len(self.groups))
+        self.pool = BlockPool(num_blocks, self.index)
+        self.peak_used_blocks = 0
+        self.utilization_at_peak = 1.0
+        self.num_prefix_query_tokens = 0
+        self.num_prefix_hit_tokens = 0
+        self.num_cow_copies = 0
+        self._on_emptied = on_emptied
+        self._sequences: set[KVSequence] = set()
+
+    # -- one forward -------------------------------------------------------------------------
+
+    def begin(
+        self, rows: Iterable[NewTokens], *, hold_window: bool = False, occasion: str = "forward"
+    ) -> Allocation:
+        """Reserve every block that a forward writes, or none.
+
+        Mutates the block tables of the rows; :meth:`commit` or :meth:`rollback` must follow.
+
+        Args:
+            rows: what the forward adds, one entry a sequence.
+            hold_window: keep what falls behind a window, because a crop may bring it back.
+            occasion: what the blocks are for, named by the error.
+
+        Raises:
+            KVCacheFullError: too few blocks; nothing has changed.
+        """
+        plan, needed = self._plan(rows, hold_window)
+        if needed and needed[-1] > self.pool.num_available:
+            self._prune_roots(plan)
+            raise self._full_error(needed, occasion)
+        return self._execute(plan)
+
+    def check_fits(self, rows: Iterable[NewTokens], *, occasion: str) -> None:
+        """Raise what :meth:`begin` would raise, and change nothing.
+
+        Raises:
+            KVCacheFullError: too few blocks.
+        """
+        plan, needed = self._plan(rows, hold_window=False)
+        self._prune_roots(plan)
+        if needed and needed[-1] > self.pool.num_available:
+            raise self._full_error(needed, occasion)
+
+    def commit(self, allocation: Allocation, *, hold_window: bool = False) -> None:
+        """Make valid what the forward wrote: lengths, full blocks, windows.
+
+        Frees blocks that lie wholly behind a window, and the sources of copies.
+        """
+        for row in allocation.rows:
+            for entries in row.entries:
+                for entry in entries:
+                    if entry.is_written:
+                        filled = min(row.end - entry.index * self.block_size, self.block_size)
+                        self.pool.set_num_filled(entry.block, filled)
+            row.sequence.num_tokens = row.end
+            self.num_prefix_hit_tokens += row.num_hit_tokens
+            if row.start == 0 and row.base is not None:
+                self.num_prefix_query_tokens += row.end
+        self.num_cow_copies += len(allocation.copies)
+        self._record_peak()
+        for row in allocation.rows:
+            self._publish(row)
+            if not hold_window:
+                self.drop_hidden(row.sequence)
+        self._free(allocation._released.elements())
+
+    def rollback(self, allocation: Allocation) -> None:
+        """Undo :meth:`begin`: the sequences are as they were before the forward."""
+        for row in allocation.rows:
+            for table, entries, length in zip(
+                row.sequence.tables, row.entries, row.table_lengths, strict=True
+            ):
+                table.truncate(length)
+                for entry in entries:
+                    if entry.replaces is not None:
+                        table[entry.index] = entry.replaces
+        self._free(reversed(allocation._touched))
+        self._free(reversed(allocation.new_blocks))
+        self._prune_roots(allocation)
+
+    # -- sequences ---------------------------------------------------------------------------
+
+    def new_sequence(self) -> KVSequence:
+        """Return an empty sequence; the caller frees it."""
+        sequence = KVSequence(len(self.groups))
+        self._sequences.add(sequence)
+        return sequence
+
+    def fork(self, parent: KVSequence) -> KVSequence:
+        """Return a sequence with the same tokens in the same blocks; the caller frees it.
+
+        Linear in the parent's blocks; no K or V is copied before one of the two writes.
+        """
+        child = self.new_sequence()
+        child.num_tokens = parent.num_tokens
+        child.tables = [table.copy() for table in parent.tables]
+        for table in child.tables:
+            for block_id in table.held():
+                self.pool.touch(block_id)
+        child.tail = parent.tail[:]
+        child.tail_position = parent.tail_position
+        child.move_to(parent.node)
+        return child
+
+    def free(self, sequence: KVSequence) -> None:
+        """Drop all references of ``sequence``; blocks with a known prefix stay cached."""
+        assert sequence in self._sequences, "sequence freed twice"
+        self._sequences.remove(sequence)
+        self._free(self._cut(sequence, 0))
+        self._move(sequence, None)
+        sequence.num_tokens = 0
+
+    def crop(self, sequence: KVSequence, num_tokens: int) -> None:
+        """Forget the tokens from ``num_tokens`` on; a block is freed only when it is empty.
+
+        Args:
+            num_tokens: tokens that stay, at most ``sequence.num_tokens``.
+        """
+        assert 0 <= num_tokens <= sequence.num_tokens
+        size = self.block_size
+        self._free(self._cut(sequence, -(-num_tokens // size)))
+        offset = num_tokens % size
+        for table in sequence.tables:
+            block_id = table[num_tokens // size] if offset and len(table) * size > num_tokens else -1
+            if block_id != NO_BLOCK and self._is_writable(block_id):
+                self.pool.set_num_filled(block_id, offset)
+        node = sequence.node
+        while node is not None and node.depth * size > num_tokens:
+            assert node.key is not None
+            sequence.tail = [*node.key.tokens, *sequence.tail]
+            sequence.tail_position = node.key.first_position
+            node = node.parent
+        if node is not None:
+            del sequence.tail[num_tokens - node.depth * size :]
+        self._move(sequence, node)
+        sequence.num_tokens = num_tokens
+
+    def can_crop(self, sequence: KVSequence, num_tokens: int) -> bool:
+        """Whether a crop to ``num_tokens`` leaves every window whole."""
+        size = self.block_size
+        for group, table in zip(self.groups, sequence.tables, strict=True):
+            first = group.num_hidden_tokens(num_tokens) // size
+            if any(table[i] == NO_BLOCK for i in range(first, -(-num_tokens // size))):
+                return False
+        return True
+
+    def drop_hidden(self, sequence: KVSequence) -> None:
+        """Free the blocks that lie wholly behind the window of their group."""
+        for group, table in zip(self.groups, sequence.tables, strict=True):
+            if group.window is not None:
+                hidden = group.num_hidden_tokens(sequence.num_tokens) // self.block_size
+                self._free(table.drop_before(hidden))
+
+    def clear_cached(self) -> None:
+        """Forget every prefix that nobody uses; used blocks stay and stay shareable."""
+        self._emptied(self.pool.clear_cached())
+
+    # -- figures -----------------------------------------------------------------------------
+
+    @property
+    def utilization(self) -> float:
+        """Distinct live token slots over the slots of used blocks; 1.0 when nothing is used."""
+        used = self.pool.num_used
+        return self.pool.num_live_slots / (used * self.block_size) if used else 1.0
+
+    @property
+    def num_stored_sequences(self) -> int:
+        """Sequences that hold a token."""
+        return sum(sequence.num_tokens > 0 for sequence in self._sequences)
+
+    def reset_stats(self) -> None:
+        """Set the peak to what is used now and every counter to 0."""
+        self.peak_used_blocks = self.pool.num_used
+        self.utilization_at_peak = self.utilization
+        self.num_prefix_query_tokens = self.num_prefix_hit_tokens = self.num_cow_copies = 0
+        self.pool.num_evictions = 0
+
+    def num_blocks_at_most(self, num_tokens: int) -> int:
+        """Return the most blocks that a sequence of ``num_tokens`` holds in all groups."""
+        total = 0
+        for group in self.groups:
+            blocks = -(-num_tokens // self.block_size)
+            if group.window is not None:
+                blocks = min(blocks, -(-group.window // self.block_size) + 1)
+            total += blocks
+        return total
+
+    def check_integrity(self) -> None:
+        """Assert every invariant of DESIGN section 5; print the equation that fails."""
+        self.pool.check_integrity()
+        references = Counter(
+            block_id
+            for sequence in self._sequences
+            for table in sequence.tables
+            for block_id in table.held()
+        )
+        for block_id in range(self.pool.num_blocks):
+            assert references[block_id] == self.pool.ref_count(block_id), (
+                f"block {block_id}: {references[block_id]} references from tables, "
+                f"ref_count {self.pool.ref_count(block_id)}"
+            )
+        for sequence in self._sequences:
+            if sequence.node is not None:
+                covered = sequence.node.depth * self.block_size + len(sequence.tail)
+                assert covered == sequence.num_tokens, f"{covered} != {sequence.num_tokens} tokens"
+
+    # -- inside ------------------------------------------------------------------------------
+
+    def _plan(self, rows: Iterable[NewTokens], hold_window: bool) -> tuple[Allocation, list[int]]:
+        """Return the plan and, after each row, how many available blocks it has used up."""
+        plan, revived, needed = Allocation(), set[int](), []
+        for new in rows:
+            self._plan_row(plan, new, hold_window)
+            revived.update(b for b in plan._touched if self.pool.is_cached(self._real(b)))
+            needed.append(plan._num_new + len(revived))
+        return plan, needed
+
+    def _plan_row(self, plan: Allocation, new: NewTokens, hold_window: bool) -> None:
+        sequence, size = new.sequence, self.block_size
+        start = sequence.num_tokens
+        row = RowAllocation(
+            sequence, start, start + new.num_tokens, new.token_ids or [], 0, None, []
+        )
+        self._find_prefix(row, new)
+        nodes = self._nodes(plan, row)
+        first_full = start // size
+        hits = Counter[int]()
+        for group_id, group in enumerate(self.groups):
+            # The last query sees one token more than later ones will.
+            hidden = 0 if hold_window else group.num_hidden_tokens(row.end - 1)
+            store_from = max(start, hidden // size * size)
+            table = sequence.tables[group_id]
+            entries = []
+            for index in range(store_from // size, -(-row.end // size)):
+                node = nodes[index - first_full] if index - first_full < len(nodes) else None
+                if index < len(table):
+                    entries.append(self._plan_append(plan, index, table[index]))
+                    continue
+                shared = None if node is None else self._shared_block(plan, node, group_id)
+                if shared is None:
+                    block = self._plan_new(plan)
+                    if node is not None:
+                        plan._pending_blocks[id(node), group_id] = block
+                    entries.append(_Entry(index, block, is_written=True))
+                    hits[index] -= len(self.groups)
+                else:
+                    plan._touched.append(shared)
+                    entries.append(_Entry(index, shared, is_written=False))
+                    hits[index] += 1
+            row.entries.append(entries)
+            row.table_lengths.append(len(table))
+        row.num_hit_tokens = size * sum(count > 0 for count in hits.values())
+        plan.rows.append(row)
+
+    def _find_prefix(self, row: RowAllocation, new: NewTokens) -> None:
+        """Set the prefix that the row extends, and the keys of the blocks that become full."""
+        sequence = row.sequence
+        if new.token_ids is None or new.first_position is None or new.version is None:
+            return
+        if sequence.num_tokens == 0:
+            row.base = self.index.root(new.version, keep=new.keep)
+            sequence.tail, sequence.tail_position = [], new.first_position
+        elif (
+            sequence.node is not None
+            and sequence.node.root.version == new.version
+            and sequence.next_position == new.first_position
+        ):
+            row.base = sequence.node
+        if row.base is not None:
+            row.keys = sequence.block_keys(new.token_ids, self.block_size)
+
+    def _nodes(self, plan: Allocation, row: RowAllocation) -> list[PrefixNode]:
+        """Return a node for each full block of the row, found or not yet published."""
+        nodes, parent = [], row.base
+        for key in row.keys:
+            assert parent is not None
+            node = parent.children.get(key) or plan._pending_nodes.get((id(parent), key))
+            if node is None:
+                node = self.index.new_node(parent, key)
+                plan._pending_nodes[id(parent), key] = node
+            nodes.append(node)
+            parent = node
+        return nodes
+
+    def _shared_block(self, plan: Allocation, node: PrefixNode, group_id: int) -> int | None:
+        block = node.blocks[group_id]
+        return block if block is not None else plan._pending_blocks.get((id(node), group_id))
+
+    def _plan_append(self, plan: Allocation, index: int, block: int) -> _Entry:
+        """Write into a partly filled block, or into a copy of it if others may read it."""
+        if self._is_writable(block, num_released=plan._released[block]):
+            return _Entry(index, block, is_written=True)
+        copy = self._plan_new(plan)
+        plan.copies.append((block, copy))
+        plan._released[block] += 1
+        return _Entry(index, copy, is_written=True, replaces=block)
+
+    def _is_writable(self, block: int, num_released: int = 0) -> bool:
+        return (
+            self.pool.ref_count(block) - num_released == 1 and self.pool.content(block) is None
+        )
+
+    def _plan_new(self, plan: Allocation) -> int:
+        """Return a placeholder for a block: ids from ``num_blocks`` on are not real yet."""
+        plan._num_new += 1
+        return self.pool.num_blocks + plan._num_new - 1
+
+    def _real(self, block: int) -> int:
+        return block if block < self.pool.num_blocks else NO_BLOCK
+
+    def _execute(self, plan: Allocation) -> Allocation:
+        num_blocks = self.pool.num_blocks
+        for block in plan._touched:
+            if block < num_blocks:
+                self.pool.touch(block)
+        new = plan.new_blocks = self.pool.allocate(plan._num_new)
+
+        def resolve(block: int) -> int:
+            return block if block < num_blocks else new[block - num_blocks]
+
+        for block in plan._touched:
+            if block >= num_blocks:
+                self.pool.touch(resolve(block))
+        plan._touched = [resolve(block) for block in plan._touched]
+        plan.copies = [(source, resolve(copy)) for source, copy in plan.copies]
+        for row in plan.rows:
+            for table, entries in zip(row.sequence.tables, row.entries, strict=True):
+                for entry in entries:
+                    entry.block = resolve(entry.block)
+                    if entry.index < len(table):
+                        table[entry.index] = entry.block
+                    else:
+                        table.skip_to(entry.index)
+                        table.append(entry.block)
+        return plan
+
+    def _publish(self, row: RowAllocation) -> None:
+        """Let look-ups find the blocks that became full; keep one of two equal blocks."""
+        sequence, node = row.sequence, row.base
+        if node is None:
+            self._move(sequence, None)
+            sequence.tail = []
+            return
+        for key in row.keys:
+            index, node = node.depth, self.index.publish(node, key)
+            for group_id, table in enumerate(sequence.tables):
+                own = table[index] if index < len(table) else NO_BLOCK
+                stored = node.blocks[group_id]
+                if own == NO_BLOCK or own == stored:
+                    continue
+                if stored is None:
+                    self.pool.set_content(own, node, group_id)
+                else:
+                    self.pool.touch(stored)
+                    table[index] = stored
+                    self._free([own])
+        sequence.tail += row.token_ids
+        del sequence.tail[: len(row.keys) * self.block_size]
+        sequence.tail_position += len(row.keys) * self.block_size
+        self._move(sequence, node)
+
+    def _move(self, sequence: KVSequence, node: PrefixNode | None) -> None:
+        previous = sequence.node
+        sequence.move_to(node)
+        self.index.prune(previous)
+
+    def _prune_roots(self, plan: Allocation) -> None:
+        for row in plan.rows:
+            self.index.prune(row.base)
+
+    def _cut(self, sequence: KVSequence, num_entries: int) -> list[int]:
+        """Truncate all tables; return what they held, deepest block first."""
+        cut = []
+        for table in sequence.tables:
+            skipped = len(table)
+            for depth, block_id in enumerate(reversed(table.truncate(num_entries))):
+                cut.append((depth - skipped, block_id))
+        return [block_id for _, block_id in sorted(cut, key=lambda item: item[0])]
+
+    def _free(self, block_ids: Iterable[int]) -> None:
+        self._emptied(self.pool.free(block_ids))
+
+    def _emptied(self, block_ids: list[int]) -> None:
+        if block_ids and self._on_emptied is not None:
+            self._on_emptied(block_ids)
+
+    def _record_peak(self) -> None:
+        if self.pool.num_used > self.peak_used_blocks:
+            self.peak_used_blocks = self.pool.num_used
+            self.utilization_at_peak = self.utilization
+
+    def _full_error(self, needed: list[int], occasion: str) -> KVCacheFullError:
+        available = self.pool.num_available
+        fit = sum(count <= available for count in needed)
+        return KVCacheFullError(
+            f"the KV cache is full at {occasion}: {needed[-1]} blocks needed, {available} available of "
+            f"{self.pool.num_blocks} (block_size {self.block_size}); the first {fit} of "
+            f"{len(needed)} rows would fit. Patch with a larger kv_memory= or num_blocks=, pass "
+            "fewer rows at a time, or release caches that are no longer needed.",
+            num_needed_blocks=needed[-1],
+            num_available_blocks=available,
+            num_rows=len(needed),
+            num_rows_that_fit=fit,
+        )

@@ -1,0 +1,1 @@
+"""The seam into transformers: which modules are taken over, how, and how they are given back."""

@@ -1,0 +1,150 @@
+"""What K and V of a model depend on besides tokens and positions, in one comparable value.
+
+Counters such as ``Tensor._version`` are no evidence: fused AdamW, writes through ``.data`` and
+``load_state_dict(assign=True)`` leave them as they were. So every parameter and buffer is read. On
+a CPU xxh3 does that at the speed of memory; a sum or xor of the elements would not notice a sign
+flip of a whole tensor or two rows that trade places.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Hashable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import xxhash
+from torch.nn.modules import module as torch_module
+
+from hf_paged.integration.model_spec import ModelSeams
+
+__all__ = ["ModelComputation"]
+
+logger = logging.getLogger("hf_paged")
+
+_DYNAMIC_ROPE = ("dynamic", "longrope")
+"""RoPE whose frequencies depend on the length of the call: equal tokens, different K."""
+_CHUNK_ELEMENTS = 1 << 20
+
+
+class ModelComputation:
+    """The model's side of :class:`hf_paged.cache.runtime.Computation`.
+
+    Args:
+        seams: of the patched model; its modules are kept alive by the model, not by this object.
+    """
+
+    def __init__(self, seams: ModelSeams) -> None:
+        self._base = weakref.ref(seams.base)
+        self._has_warned = False
+
+    def is_determined(self) -> bool:
+        """Whether equal tokens give equal K and V in every row of a forward now.
+
+        A hook of the user may treat rows differently, dropout does; transformers' own output
+        recorders and accelerate's device hooks do not.
+        """
+        base = self._base()
+        if base is None or _has_user_hooks(
+            torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks
+        ):
+            return False
+        return not any(
+            module.training
+            or _has_user_hooks(module._forward_hooks, module._forward_pre_hooks)
+            or _has_foreign_forward(module)
+            for module in base.modules()
+        )
+
+    def fingerprint(self) -> Hashable | None:
+        """Return a digest of weights, buffers and settings; None if a weight cannot be read."""
+        base = self._base()
+        config: Any = None if base is None else base.config
+        if base is None or _rope_types(config) & set(_DYNAMIC_ROPE):
+            return None
+        digest = xxhash.xxh3_128()
+        digest.update(f"{config.to_dict()} {config._attn_implementation}".encode())
+        digest.update(f"{torch.is_autocast_enabled(base.device.type)}".encode())
+        digest.update(f"{torch.get_autocast_dtype(base.device.type)}".encode())
+        for name, module in base.named_modules():
+            digest.update(f"{name} {type(module)} {list(_settings(module))}".encode())
+        seen: set[tuple[int, int]] = set()
+        for name, tensor in (*base.named_parameters(), *base.named_buffers()):
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            try:
+                if (place := (tensor.data_ptr(), tensor.nbytes)) not in seen:
+                    seen.add(place)
+                    _update(digest, tensor.detach())
+            except (RuntimeError, TypeError, NotImplementedError):
+                if not self._has_warned:
+                    self._has_warned = True
+                    logger.warning(
+                        "parameter %s cannot be read (%s on %s): prefixes are not reused across "
+                        "calls, since a change of the weights would go unnoticed",
+                        name,
+                        type(tensor).__name__,
+                        tensor.device,
+                    )
+                return None
+        return digest.digest()
+
+
+def _update(digest: Any, tensor: torch.Tensor) -> None:
+    """Feed the elements of ``tensor`` to ``digest``, order and sign included."""
+    if tensor.device.type == "meta":
+        raise NotImplementedError("the weight is offloaded")
+    flat = tensor.contiguous().view(-1).view(torch.uint8)
+    if flat.device.type == "cpu":
+        digest.update(memoryview(flat.numpy()))
+        return
+    # On the device: a sum over products with fixed random odd factors, modulo 2**64.
+    words = torch.nn.functional.pad(flat, (0, -flat.shape[0] % 8)).view(torch.int64)
+    generator = torch.Generator().manual_seed(0)
+    factors = torch.randint(-(2**62), 2**62, (_CHUNK_ELEMENTS,), generator=generator) * 2 + 1
+    factors = factors.to(flat.device)
+    sums = [(part * factors[: part.shape[0]]).sum() for part in words.split(_CHUNK_ELEMENTS)]
+    if sums:
+        digest.update(torch.stack(sums).cpu().numpy().tobytes())
+
+
+def _settings(module: torch.nn.Module) -> Iterator[tuple[str, str]]:
+    """Yield the plain attributes of a module: scales, windows, active adapters, ..."""
+    for name, value in module.__dict__.items():
+        if name.startswith("_output_capturing"):
+            continue
+        if isinstance(value, (bool, int, float, str, list, tuple, dict, set)) or value is None:
+            text = repr(value)
+            if " at 0x" not in text:
+                yield name, text
+
+
+def _has_user_hooks(*hook_dicts: dict[int, Any]) -> bool:
+    return any(
+        getattr(hook.func if isinstance(hook, partial) else hook, "__module__", "")
+        != "transformers.utils.output_capturing"
+        for hooks in hook_dicts
+        for hook in hooks.values()
+    )
+
+
+def _has_foreign_forward(module: torch.nn.Module) -> bool:
+    """Whether somebody other than accelerate replaced ``module.forward``."""
+    if "forward" not in module.__dict__:
+        return False
+    hook = getattr(module, "_hf_hook", None)
+    hooks = getattr(hook, "hooks", (hook,))
+    return not all(type(h).__module__.startswith("accelerate.") for h in hooks)
+
+
+def _rope_types(config: Any) -> set[str]:
+    """Return every rope type that a config names, whatever form its transformers version uses."""
+    found: set[str] = set()
+    stack = [getattr(config, "rope_parameters", None), getattr(config, "rope_scaling", None)]
+    while stack:
+        item = stack.pop()
+        if isinstance(item, dict):
+            found.update(str(item[k]) for k in ("rope_type", "type") if k in item)
+            stack.extend(item.values())
+    return found

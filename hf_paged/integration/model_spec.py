@@ -1,0 +1,216 @@
+"""What must be true of a model for paging, and where to take hold of it.
+
+A regular architecture needs no description: its seams are found by looking. A :class:`ModelSpec`
+says what looking cannot tell. Ours lie in ``patches/``, one file an irregular architecture; third
+parties add theirs by the entry-point group ``hf_paged.patches``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import logging
+import pkgutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import entry_points
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+from hf_paged.cache.layout import KVLayout
+from hf_paged.errors import ConfigurationError, UnsupportedModelError
+
+__all__ = ["ModelSeams", "ModelSpec", "find_seams"]
+
+logger = logging.getLogger("hf_paged")
+
+ENTRY_POINT_GROUP = "hf_paged.patches"
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """What looking at an architecture cannot tell.
+
+    Attributes:
+        model_types: ``config.model_type`` of the text model, one or more.
+        layers_module: dotted path from the causal LM to the module whose forward takes the cache
+            and runs the layers, e.g. "model.decoder"; None: found by looking.
+        unsupported: why the architecture cannot be paged; None: it can.
+    """
+
+    model_types: tuple[str, ...]
+    layers_module: str | None = None
+    unsupported: str | None = None
+
+
+@dataclass(frozen=True)
+class ModelSeams:
+    """Where to take hold of one model.
+
+    Attributes:
+        model: the causal LM, whose ``generate`` is taken over.
+        base: the module whose forward takes the cache and runs the layers.
+        attentions: one attention module a layer, in layer order.
+        config: the config object that all of them read.
+        cache_name: the forward's name for the cache ("cache", or "past_key_values" before 5.24).
+        layout: what a token stores.
+    """
+
+    model: PreTrainedModel
+    base: PreTrainedModel
+    attentions: tuple[torch.nn.Module, ...]
+    config: PreTrainedConfig
+    cache_name: str
+    layout: KVLayout
+
+
+def find_seams(model: torch.nn.Module) -> ModelSeams:
+    """Find where to take hold of ``model``; changes nothing.
+
+    Raises:
+        UnsupportedModelError: a seam is missing; the message names it.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise UnsupportedModelError(
+            f"model is a {type(model).__name__}: expected a transformers causal LM such as "
+            "AutoModelForCausalLM.from_pretrained(...) returns, or a PEFT wrapper around one."
+        )
+    name = type(model).__name__
+    config = model.config.get_text_config(decoder=True)
+    spec = _specs().get(config.model_type)
+    if spec is not None and spec.unsupported is not None:
+        raise UnsupportedModelError(f"{name} cannot be paged: {spec.unsupported}.")
+    if model.config.is_encoder_decoder or not model.can_generate():
+        raise _missing(
+            name, "a causal LM's generate()", "encoders, encoder-decoders and headless models"
+        )
+    if getattr(config, "add_cross_attention", False):
+        raise _missing(name, "a cache of self-attention alone", "models with cross-attention")
+    base = _find_base(model, spec)
+    attentions = _find_attentions(base)
+    if not attentions:
+        raise _missing(name, "attention modules with layer_idx and config", "")
+    if not base._supports_attention_backend:
+        raise _missing(
+            name, "attention through ALL_ATTENTION_FUNCTIONS (_supports_attention_backend)", ""
+        )
+    if not all(getattr(attention, "is_causal", False) for attention in attentions):
+        raise _missing(name, "causal attention in every layer (is_causal)", "")
+    if any(attention.config is not base.config for attention in attentions):
+        raise _missing(name, "one config object that all attention modules read", "")
+    layer_ids = [attention.layer_idx for attention in attentions]
+    if layer_ids != list(range(config.num_hidden_layers)):
+        raise _missing(
+            name,
+            f"one attention module for each of {config.num_hidden_layers} layers",
+            f"layer_idx found: {layer_ids}",
+        )
+    parameters = inspect.signature(base.forward).parameters
+    cache_name = next((n for n in ("cache", "past_key_values") if n in parameters), None)
+    if cache_name is None:
+        raise _missing(name, f"a cache argument of {type(base).__name__}.forward", "")
+    return ModelSeams(
+        model, base, attentions, base.config, cache_name, _find_layout(name, model, config)
+    )
+
+
+def _missing(name: str, seam: str, detail: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{name} cannot be paged, it lacks this seam: {seam}{f' ({detail})' if detail else ''}. "
+        "If it has the seam in another form, describe it by a ModelSpec; otherwise use the model "
+        "unpatched."
+    )
+
+
+def _find_base(model: PreTrainedModel, spec: ModelSpec | None) -> PreTrainedModel:
+    """Return the innermost PreTrainedModel that holds every attention module of the text model."""
+    if spec is not None and spec.layers_module is not None:
+        base = model.get_submodule(spec.layers_module)
+        assert isinstance(base, PreTrainedModel)
+        return base
+    text_model = model.get_decoder() if hasattr(model, "get_decoder") else model
+    base = text_model if isinstance(text_model, PreTrainedModel) else model
+    while True:
+        wanted = len(_find_attentions(base))
+        inner = [
+            module
+            for module in base.modules()
+            if module is not base
+            and isinstance(module, PreTrainedModel)
+            and len(_find_attentions(module)) == wanted
+        ]
+        if not wanted or not inner:
+            return base
+        base = inner[0]
+
+
+def _find_attentions(base: torch.nn.Module) -> tuple[torch.nn.Module, ...]:
+    found = [
+        module
+        for module in base.modules()
+        if isinstance(getattr(module, "layer_idx", None), int)
+        and "Attention" in type(module).__name__
+        and isinstance(getattr(module, "config", None), PreTrainedConfig)
+    ]
+    return tuple(sorted(found, key=lambda module: int(module.layer_idx)))  # type: ignore[arg-type]
+
+
+def _find_layout(name: str, model: PreTrainedModel, config: Any) -> KVLayout:
+    """Read the layout from the layers that transformers itself would make for this config."""
+    windows: list[int | None] = []
+    layers = DynamicCache(config=config).layers
+    for index, layer in enumerate(layers):
+        if type(layer) is DynamicLayer:
+            windows.append(None)
+        elif type(layer) is DynamicSlidingWindowLayer:
+            windows.append(layer.sliding_window)
+        else:
+            raise _missing(
+                name,
+                "layers that cache K and V of every token, or of a window",
+                f"layer {index} wants a {type(layer).__name__}",
+            )
+    if len(windows) != config.num_hidden_layers:
+        raise _missing(
+            name,
+            "K and V of its own in every layer",
+            f"{config.num_hidden_layers} layers share {len(windows)} caches",
+        )
+    num_heads = config.num_attention_heads
+    num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+    if not isinstance(num_kv_heads, int) or not isinstance(head_dim, int):
+        raise _missing(name, "the same number and size of heads in every layer", "")
+    dtype = model.dtype if model.dtype.is_floating_point else torch.get_default_dtype()
+    return KVLayout(tuple(windows), num_kv_heads, head_dim, dtype)
+
+
+@cache
+def _specs() -> dict[str, ModelSpec]:
+    """Return the spec of each model type; a third party's goes before ours."""
+    specs: dict[str, ModelSpec] = {}
+    for spec in (*_own_specs(), *_third_party_specs()):
+        specs.update(dict.fromkeys(spec.model_types, spec))
+    return specs
+
+
+def _own_specs() -> Iterator[ModelSpec]:
+    package = importlib.import_module(ENTRY_POINT_GROUP)
+    for module_info in pkgutil.iter_modules(package.__path__):
+        module = importlib.import_module(f"{ENTRY_POINT_GROUP}.{module_info.name}")
+        yield from module.SPECS
+
+
+def _third_party_specs() -> Iterator[ModelSpec]:
+    for entry_point in entry_points(group=ENTRY_POINT_GROUP):
+        spec = entry_point.load()
+        if not isinstance(spec, ModelSpec):
+            raise ConfigurationError(
+                f"entry point {entry_point.name!r} of group {ENTRY_POINT_GROUP!r} is a "
+                f"{type(spec).__name__}: expected a ModelSpec."
+            )
+        yield spec

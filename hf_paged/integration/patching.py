@@ -1,0 +1,260 @@
+"""Patch a model and give it back.
+
+Two objects change their class while they are patched: the causal LM (its ``generate`` pages) and
+the module that runs the layers (its ``forward`` begins and ends a paged step). The new classes
+are subclasses with the same names, so that everything that goes by names still works, and they
+pickle and deep-copy as the classes that they stand in for. Nothing is stored on the modules but
+the config views, which pickle as the config.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from contextvars import ContextVar
+from typing import Any, TypeVar
+
+import torch
+
+from hf_paged.cache.paged_cache import PagedCache
+from hf_paged.cache.runtime import (
+    PagedRuntime,
+    find_runtime,
+    inner_model,
+    register_runtime,
+    runtime_of,
+)
+from hf_paged.cache.step import CURRENT_STEP, StepInputs
+from hf_paged.config import KVMemory, PagedConfig
+from hf_paged.errors import ConfigurationError
+from hf_paged.integration import attention
+from hf_paged.integration.config_view import config_view
+from hf_paged.integration.fingerprint import ModelComputation
+from hf_paged.integration.generation import PagedGeneration
+from hf_paged.integration.model_spec import ModelSeams, find_seams
+
+__all__ = ["patch", "unpatch"]
+
+ModelT = TypeVar("ModelT", bound=torch.nn.Module)
+
+_inside: ContextVar[object] = ContextVar("inside", default=None)
+"""The module whose forward this thread is in: accelerate may wrap our wrapper again."""
+
+
+def patch(
+    model: ModelT,
+    *,
+    kv_memory: KVMemory | None = None,
+    num_blocks: int | None = None,
+    block_size: int | str = "auto",
+    backend: str = "auto",
+    prefix_caching: bool = True,
+    debug: bool = False,
+) -> ModelT:
+    """Let ``model`` keep its KV cache in a pool of blocks, bounded and shared by all its calls.
+
+    Mutates ``model`` until :func:`unpatch`; memory is committed as blocks are first used.
+    Calls without a paged cache (training, ``use_cache=False``, a cache of your own) run the
+    model's own code. Patching again with the same arguments changes nothing.
+
+    Args:
+        model: a transformers causal LM, or a PEFT wrapper around one.
+        kv_memory: limit of the pool: bytes, "2GiB", "512MB", or a fraction in (0, 1) of the
+            memory free on the device. Default: half of what is free.
+        num_blocks: limit of the pool in blocks, instead of ``kv_memory``.
+        block_size: tokens per block, a power of two, or "auto" (16).
+        backend: name of an attention backend, or "auto". A named one never falls back.
+        prefix_caching: keep blocks after a call and reuse them for equal prefixes.
+        debug: poison unused memory with NaN and check every invariant at every step; slow.
+
+    Returns:
+        The same object.
+
+    Raises:
+        ConfigurationError: an argument that cannot work, or a model that is patched differently.
+        UnsupportedModelError: the model lacks a seam; the message names it.
+    """
+    config = PagedConfig(kv_memory, num_blocks, block_size, backend, prefix_caching, debug)
+    runtime = find_runtime(model)
+    if runtime is not None:
+        if runtime.config != config:
+            raise ConfigurationError(
+                f"model is patched with {runtime.config}, got {config}: call "
+                "hf_paged.unpatch(model) first."
+            )
+        return model
+    seams = find_seams(inner_model(model))
+    device = next(seams.base.parameters()).device
+    if device.type == "meta":
+        device = torch.device("cpu")
+    runtime = PagedRuntime(config, seams.layout, device, ModelComputation(seams))
+    attention.register()
+    view = config_view(seams.config, runtime)
+    for module in (seams.base, *seams.attentions):
+        module.config = view
+    seams.base.__class__ = _paged_base_class(seams, runtime)
+    seams.model.__class__ = _paged_model_class(seams)
+    register_runtime(seams.model, runtime)
+    return model
+
+
+def unpatch(model: ModelT) -> ModelT:
+    """Undo :func:`patch`: classes, attributes, config and memory are as before.
+
+    Caches of the model that still live can no longer be used.
+
+    Returns:
+        The same object.
+
+    Raises:
+        ConfigurationError: the model is not patched.
+    """
+    runtime = runtime_of(model)
+    target: Any = inner_model(model)
+    register_runtime(target, None)
+    runtime.close()
+    for module in target.modules():
+        original_class = getattr(type(module), "_hf_paged_original_class", None)
+        if original_class is not None:
+            module.__class__ = original_class
+            if _is_paged_forward(module.__dict__.get("_old_forward")):
+                # accelerate wrapped our wrapper and will one day put back what it found.
+                module._old_forward = types.MethodType(original_class.forward, module)
+        module_config = module.__dict__.get("config")
+        if hasattr(type(module_config), "_hf_paged_original_config"):
+            module.config = type(module_config)._hf_paged_original_config
+    return model
+
+
+def _paged_model_class(seams: ModelSeams) -> type:
+    cls = type(seams.model)
+    namespace = _stand_in(cls) | {"_hf_paged_cache_name": seams.cache_name}
+    namespace["generate"] = functools.wraps(cls.generate)(PagedGeneration.generate)
+    return types.new_class(
+        cls.__name__, (PagedGeneration, cls), exec_body=lambda ns: ns.update(namespace)
+    )
+
+
+def _paged_base_class(seams: ModelSeams, runtime: PagedRuntime) -> type:
+    cls = type(seams.base)
+    signature = inspect.signature(cls.forward)
+    cache_name = seams.cache_name
+
+    @functools.wraps(cls.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if _inside.get() is self or type(self) is not paged_class:
+            return cls.forward(self, *args, **kwargs)
+        own_forward = self.__dict__.get("forward", functools.partial(cls.forward, self))
+        token = _inside.set(self)
+        try:
+            arguments = signature.bind_partial(self, *args, **kwargs).arguments
+            arguments |= arguments.pop("kwargs", {})
+            cache = arguments.get(cache_name, arguments.get("past_key_values"))
+            if not isinstance(cache, PagedCache):
+                return _run(None, own_forward, args, kwargs)
+            if cache.runtime is not runtime:
+                raise ConfigurationError(
+                    "the cache belongs to another model: expected one made by "
+                    f"hf_paged.PagedCache() of this {cls.__name__}'s model."
+                )
+            return _run_paged(self, cache, arguments, own_forward, args, kwargs)
+        finally:
+            _inside.reset(token)
+
+    def get_forward(self: Any) -> Any:
+        return types.MethodType(forward, self)
+
+    def set_forward(self: Any, value: Any) -> None:
+        if _is_paged_forward(value) and value.__self__ is self:
+            self.__dict__.pop("forward", None)
+        else:
+            self.__dict__["forward"] = value
+
+    def delete_forward(self: Any) -> None:
+        if "forward" not in self.__dict__:
+            raise AttributeError("forward")
+        del self.__dict__["forward"]
+
+    forward._hf_paged = True  # type: ignore[attr-defined]
+    namespace = _stand_in(cls) | {
+        # A data descriptor: it comes before an instance attribute such as accelerate's hook sets.
+        "forward": property(get_forward, set_forward, delete_forward),
+    }
+    paged_class = types.new_class(cls.__name__, (cls,), exec_body=lambda ns: ns.update(namespace))
+    return paged_class
+
+
+def _stand_in(cls: type) -> dict[str, Any]:
+    """Return the namespace of a subclass that goes by the name of ``cls`` and copies as it."""
+
+    def reduce_ex(self: Any, protocol: Any) -> Any:
+        function, args, *rest = object.__reduce_ex__(self, protocol)
+        return (function, (cls, *args[1:]), *rest)
+
+    return {
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
+        "__reduce_ex__": reduce_ex,
+        "_hf_paged_original_class": cls,
+    }
+
+
+def _is_paged_forward(value: Any) -> bool:
+    return isinstance(value, types.MethodType) and hasattr(value.__func__, "_hf_paged")
+
+
+def _run(step: Any, forward: Any, args: Any, kwargs: Any) -> Any:
+    token = CURRENT_STEP.set(step)
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        CURRENT_STEP.reset(token)
+
+
+def _run_paged(
+    base: Any, cache: PagedCache, arguments: dict[str, Any], forward: Any, args: Any, kwargs: Any
+) -> Any:
+    """Run a forward as one transaction on ``cache``."""
+    inputs, has_plain_mask = _step_inputs(arguments)
+    step = cache.begin_forward(
+        inputs,
+        base.config.num_hidden_layers,
+        is_paged=has_plain_mask and not base.training and not _wants_weights(base, arguments),
+    )
+    is_complete = False
+    try:
+        result = _run(step, forward, args, kwargs)
+        is_complete = True
+        return result
+    finally:
+        cache.end_forward(step, is_complete=is_complete)
+
+
+def _step_inputs(arguments: dict[str, Any]) -> tuple[StepInputs, bool]:
+    """Return the inputs of a forward, and whether their mask is a plain one (2D or none)."""
+    ids, embeds = arguments.get("input_ids"), arguments.get("inputs_embeds")
+    given = ids if ids is not None else embeds
+    if given is None:
+        raise ConfigurationError(
+            "forward got neither input_ids nor inputs_embeds: expected one of them."
+        )
+    mask = arguments.get("attention_mask")
+    is_plain = mask is None or (isinstance(mask, torch.Tensor) and mask.ndim == 2)
+    inputs = StepInputs(
+        input_ids=ids if is_plain and embeds is None else None,
+        num_rows=given.shape[0],
+        num_columns=given.shape[1],
+        attention_mask=mask if is_plain else None,
+        position_ids=arguments.get("position_ids"),
+    )
+    return inputs, is_plain
+
+
+def _wants_weights(base: Any, arguments: dict[str, Any]) -> bool:
+    """Whether the caller wants attention weights and the user's implementation has them."""
+    wanted = arguments.get("output_attentions")
+    if wanted is None:
+        wanted = getattr(base.config, "output_attentions", False)
+    return bool(wanted) and base.config._attn_implementation_internal != "sdpa"

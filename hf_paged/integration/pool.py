@@ -1,0 +1,68 @@
+"""Look at a patched model's pool, empty it, keep tenants apart in it."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from hf_paged.cache.runtime import runtime_of
+from hf_paged.cache.stats import KVCacheStats
+
+__all__ = ["clear_prefix_cache", "prefix_scope", "reset_stats", "stats", "trim"]
+
+
+def stats(model: torch.nn.Module) -> KVCacheStats:
+    """Return what the pool of ``model`` holds now; changes nothing.
+
+    Raises:
+        ConfigurationError: the model is not patched.
+    """
+    return runtime_of(model).stats()
+
+
+def reset_stats(model: torch.nn.Module) -> None:
+    """Set the peak to what is used now, and the counters to 0.
+
+    Raises:
+        ConfigurationError: the model is not patched.
+    """
+    runtime_of(model).reset_stats()
+
+
+def clear_prefix_cache(model: torch.nn.Module) -> None:
+    """Free the blocks that are kept for later calls; those in use stay.
+
+    Raises:
+        ConfigurationError: the model is not patched.
+    """
+    runtime_of(model).clear_prefix_cache()
+
+
+def trim(model: torch.nn.Module) -> None:
+    """Give the memory of free blocks back to the system; cached and used ones stay.
+
+    Raises:
+        ConfigurationError: the model is not patched.
+    """
+    runtime_of(model).trim()
+
+
+@contextmanager
+def prefix_scope(model: torch.nn.Module, scope: Hashable) -> Iterator[None]:
+    """Keep what is computed inside apart from every other scope, for this thread or task.
+
+    Args:
+        model: a patched model.
+        scope: equal scopes share prefixes; a tenant's name, say.
+
+    Raises:
+        ConfigurationError: the model is not patched.
+    """
+    variable = runtime_of(model).scope
+    token = variable.set(scope)
+    try:
+        yield
+    finally:
+        variable.reset(token)
