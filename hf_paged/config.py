@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass
+from fractions import Fraction
 
 from hf_paged.errors import ConfigurationError
 
@@ -24,7 +24,7 @@ _UNITS = {
     "gib": 2**30,
     "tib": 2**40,
 }
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
+_SIZE = re.compile(r"\s*(\d{1,30}(?:\.\d{1,30})?)\s*([a-zA-Z]*)\s*")
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class PagedConfig:
                 "num_blocks=1024, or kv_memory='2GiB'."
             )
         if self.block_size != "auto" and not (
-            _is_int(self.block_size, at_least=1) and math.log2(int(self.block_size)).is_integer()
+            _is_int(self.block_size, at_least=1) and int(self.block_size).bit_count() == 1
         ):
             raise ConfigurationError(
                 f"block_size must be 'auto' or a power of two, got {self.block_size!r}; pass e.g. "
@@ -75,7 +75,7 @@ class PagedConfig:
         if not isinstance(self.backend, str):
             raise ConfigurationError(
                 f"backend must be a name or 'auto', got {self.backend!r} of type "
-                f"{type(self.backend).__name__}."
+                f"{type(self.backend).__name__}; pass backend='auto'."
             )
         for name in ("prefix_caching", "debug"):
             if not isinstance(getattr(self, name), bool):
@@ -106,7 +106,7 @@ def parse_kv_memory(kv_memory: KVMemory, *, num_free_bytes: int) -> int:
         unit = (match.group(2).lower() or "b") if match else ""
         if match is None or unit not in _UNITS:
             raise ConfigurationError(f"kv_memory={kv_memory!r} is no size: {expected}.")
-        num_bytes = float(match.group(1)) * _UNITS[unit]
+        num_bytes = int(Fraction(match.group(1)) * _UNITS[unit])
     elif isinstance(kv_memory, bool) or not isinstance(kv_memory, (int, float)):
         raise ConfigurationError(
             f"kv_memory={kv_memory!r} is of type {type(kv_memory).__name__}: {expected}."

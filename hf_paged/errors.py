@@ -13,6 +13,8 @@ Each message names the argument, what was expected, what came, and the remedy.
 
 from __future__ import annotations
 
+import functools
+
 __all__ = [
     "CacheStateError",
     "ConfigurationError",
@@ -68,6 +70,10 @@ class KVCacheFullError(HFPagedError, MemoryError):
         self.num_available_blocks = num_available_blocks
         self.num_rows = num_rows
         self.num_rows_that_fit = num_rows_that_fit
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle with the keyword arguments, for errors that cross a process boundary."""
+        return functools.partial(type(self), **self.__dict__), self.args
 
 
 class PagedGradientError(HFPagedError, RuntimeError):

@@ -35,7 +35,6 @@ class AttentionBackend(ABC):
 
     name: ClassVar[str]
     block_size_multiple: ClassVar[int] = 1
-    default_block_size: ClassVar[int] = 16
 
     @classmethod
     @abstractmethod

@@ -102,7 +102,9 @@ class TorchGatherBackend(AttentionBackend):
         rows = zip(metadata.seq_lens_list, metadata.query_lens_list, strict=True)
         for row, (seq_len, query_len) in enumerate(rows):
             new = slice(begin, begin + query_len)
-            first, past_key, past_value = self._past(view, metadata, row, seq_len, query_len, window)
+            first, past_key, past_value = self._past(
+                view, metadata, row, seq_len, query_len, window
+            )
             out[new] = _attend_row(
                 query[new].transpose(0, 1),
                 torch.cat([past_key, key[new].transpose(0, 1)], dim=1),
@@ -143,11 +145,9 @@ class TorchGatherBackend(AttentionBackend):
             metadata.derived["decode", window, num_heads] = plan
         key = self._gather_blocks("key", view.key_cache, plan)
         value = self._gather_blocks("value", view.value_cache, plan)
-        packed = query.unflatten(1, (num_heads, -1))  # [B, H_kv, G, D]
+        packed = query.reshape(query.shape[0], num_heads, -1, query.shape[2])  # [B, H_kv, G, D]
         if softcap is None and sinks is None:
-            out = scaled_dot_product_attention(
-                packed, key, value, attn_mask=plan.mask, scale=scale
-            )
+            out = scaled_dot_product_attention(packed, key, value, attn_mask=plan.mask, scale=scale)
         else:
             sink = None if sinks is None else sinks.view(num_heads, -1, 1)
             out = _softmax_attention(packed, key, value, plan.mask, scale, softcap, sink)
@@ -251,13 +251,16 @@ def _attend_row(
         key: [H_kv, m, D], tokens ``first`` to ``first + m - 1`` of the row.
         value: [H_kv, m, D_v].
         first: index of the first key.
-        scale, window, softcap, sinks: see :meth:`AttentionBackend.forward`.
+        scale: see :meth:`AttentionBackend.forward`.
+        window: see :meth:`AttentionBackend.forward`.
+        softcap: see :meth:`AttentionBackend.forward`.
+        sinks: see :meth:`AttentionBackend.forward`.
 
     Returns:
         [H, n, D_v].
     """
     num_heads, num_new, num_keys = key.shape[0], query.shape[1], key.shape[1]
-    packed = query.unflatten(0, (num_heads, -1))  # [H_kv, G, n, D]
+    packed = query.reshape(num_heads, -1, num_new, query.shape[2])  # [H_kv, G, n, D]
     key, value = key[:, None], value[:, None]
     plain = softcap is None and sinks is None
     if plain and num_new == num_keys and (window is None or window >= num_keys):
@@ -305,8 +308,12 @@ def _softmax_attention(
     """Attend with what scaled_dot_product_attention lacks; softmax in float32 at least.
 
     Args:
-        query: [..., n, D]; key and value broadcast to its leading dimensions.
+        query: [..., n, D].
+        key: [..., m, D], broadcast to the leading dimensions of ``query``.
+        value: [..., m, D_v], likewise.
         mask: broadcasts to [..., n, m], True where visible.
+        scale: see :meth:`AttentionBackend.forward`.
+        softcap: likewise.
         sinks: broadcasts to [..., n, 1].
     """
     scores = query @ key.transpose(-1, -2) * scale
@@ -321,4 +328,3 @@ def _softmax_attention(
     if sinks is not None:
         weights = weights[..., :-1]
     return weights.to(value.dtype) @ value
-

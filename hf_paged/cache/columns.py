@@ -26,7 +26,7 @@ class Columns:
 
     def __init__(self, num_rows: int) -> None:
         self.num_columns = 0
-        self._real = torch.zeros(num_rows, 64, dtype=torch.bool)
+        self._real = _no_columns(num_rows, 64)
         self._is_all_real = True
 
     @property
@@ -103,7 +103,7 @@ class Columns:
         """Add new columns, [B, T] bool."""
         end = self.num_columns + real.shape[1]
         if end > self._real.shape[1]:
-            grown = torch.zeros(self._real.shape[0], 2 * end, dtype=torch.bool)
+            grown = _no_columns(self._real.shape[0], 2 * end)
             grown[:, : self.num_columns] = self.real
             self._real = grown
         self._real[:, self.num_columns : end] = real
@@ -126,6 +126,12 @@ class Columns:
         """Return the columns of ``rows``, in that order; a row may occur more than once."""
         selected = Columns(0)
         selected.num_columns = self.num_columns
-        selected._real = self._real[torch.tensor(rows, dtype=torch.long)]
+        selected._real = _no_columns(len(rows), self._real.shape[1])
+        selected._real[:] = self._real[torch.tensor(rows, dtype=torch.long)]
         selected._is_all_real = bool(selected.real.all())
         return selected
+
+
+def _no_columns(num_rows: int, num_columns: int) -> torch.Tensor:
+    with torch.inference_mode(False):  # a cache made in inference mode grows outside of it too
+        return torch.zeros(num_rows, num_columns, dtype=torch.bool)

@@ -9,7 +9,8 @@ import torch
 
 __all__ = ["num_free_bytes", "num_total_bytes"]
 
-_CGROUP = Path("/sys/fs/cgroup")
+_CGROUPS = Path("/sys/fs/cgroup")
+_OWN_CGROUPS = Path("/proc/self/cgroup")
 
 
 def num_total_bytes(device: torch.device) -> int:
@@ -17,8 +18,7 @@ def num_total_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[1])
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = _cgroup_value("memory.max")
-    return total if limit is None else min(total, limit)
+    return min([total, *(limit for limit, _ in _cgroup_limits())])
 
 
 def num_free_bytes(device: torch.device) -> int:
@@ -30,30 +30,51 @@ def num_free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     free = [_meminfo("MemAvailable")]
-    limit, usage = _cgroup_value("memory.max"), _cgroup_value("memory.current")
-    if limit is not None and usage is not None:
-        free.append(max(0, limit - usage))
+    free.extend(max(0, limit - used) for limit, used in _cgroup_limits())
     free.append(_address_space_left())
     known = [num_bytes for num_bytes in free if num_bytes is not None]
     return min(known) if known else num_total_bytes(device)
 
 
 def _meminfo(field: str) -> int | None:
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith(field + ":"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
+    for line in _read(Path("/proc/meminfo")).splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
     return None
 
 
-def _cgroup_value(name: str) -> int | None:
+def _cgroup_limits() -> list[tuple[int, int]]:
+    """Return (limit, bytes in use) of the process's cgroup and of those above it, if limited.
+
+    Both versions of cgroups. Page cache that the kernel drops first is not in use: reading a
+    checkpoint may fill a container's limit with it.
+    """
+    limits = []
+    for line in _read(_OWN_CGROUPS).splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            root, names = _CGROUPS, ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            root = _CGROUPS / "memory"
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        own = root / path.lstrip("/")
+        for folder in (own, *own.parents):
+            if not folder.is_relative_to(root):
+                break
+            limit, usage = (_read(folder / name).strip() for name in names[:2])
+            if limit.isdigit() and usage.isdigit():
+                stat = dict(pair.split() for pair in _read(folder / "memory.stat").splitlines())
+                limits.append((int(limit), max(0, int(usage) - int(stat.get(names[2], 0)))))
+    return limits
+
+
+def _read(path: Path) -> str:
     try:
-        text = (_CGROUP / name).read_text().strip()
+        return path.read_text()
     except OSError:
-        return None
-    return int(text) if text.isdigit() else None
+        return ""
 
 
 def _address_space_left() -> int | None:

@@ -322,7 +322,7 @@ class PagedCache(Cache):
         Raises:
             CacheStateError: more columns than there are, or tokens behind a window that are gone.
         """
-        self._check_usable()
+        self._check_idle()
         number = tokens_to_remove if tokens_to_remove is not None else max_length
         num_columns = self._columns.num_columns
         if number is None:
@@ -362,14 +362,14 @@ class PagedCache(Cache):
 
     def reset(self) -> None:
         """Forget everything; the cache can be used again, with any number of rows."""
-        self._check_usable()
+        self._check_idle()
         self._close_rows()
 
     # -- life --------------------------------------------------------------------------------
 
     def fork(self) -> PagedCache:
         """Return an independent cache with the same tokens; copies tables, no K or V."""
-        self._check_usable()
+        self._check_idle()
         twin = type(self).__new__(type(self))
         twin._init(self.runtime)
         with self.runtime.lock:
@@ -402,10 +402,11 @@ class PagedCache(Cache):
         Use it with the attention mask of the same rows; blocks of this cache stay as they are.
         """
         self._check_usable()
+        full: Any = DynamicLayer  # untyped in transformers
         dynamic = DynamicCache()
         dynamic.layer_class_to_replicate = None
         dynamic.layers = [
-            DynamicLayer() if window is None else DynamicSlidingWindowLayer(sliding_window=window)
+            full() if window is None else DynamicSlidingWindowLayer(sliding_window=window)
             for window in self.runtime.layout.windows[: self._num_layers]
         ]
         if self._sequences is None:
@@ -420,6 +421,8 @@ class PagedCache(Cache):
 
     def release(self) -> None:
         """Give all blocks back now; using the cache afterwards is an error. Idempotent."""
+        if not self._is_released:
+            self._check_idle()
         self._close_rows()
         self._is_released = True
 
@@ -453,6 +456,14 @@ class PagedCache(Cache):
                 "make a new cache."
             )
 
+    def _check_idle(self) -> None:
+        self._check_usable()
+        if self._is_in_forward:
+            raise CacheStateError(
+                "the cache is in a forward: expected no fork(), crop(), reordering, reset() or "
+                "release() before it has ended."
+            )
+
     def _open_rows(self, num_rows: int) -> None:
         if self._sequences is None:
             with self.runtime.lock:
@@ -473,7 +484,7 @@ class PagedCache(Cache):
             self._num_layers = None
 
     def _select(self, rows: list[int]) -> None:
-        self._check_usable()
+        self._check_idle()
         sequences = self._sequences
         if sequences is None or rows == list(range(len(sequences))):
             return

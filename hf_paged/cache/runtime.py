@@ -22,9 +22,18 @@ from hf_paged.core.scheduler import Call, Scheduler
 from hf_paged.core.sequence import Sequence
 from hf_paged.errors import ConfigurationError
 
-__all__ = ["Computation", "PagedRuntime", "find_runtime", "inner_model", "register_runtime", "runtime_of"]
+__all__ = [
+    "Computation",
+    "PagedRuntime",
+    "find_runtime",
+    "inner_model",
+    "register_runtime",
+    "runtime_of",
+]
 
 logger = logging.getLogger("hf_paged")
+
+_DEFAULT_BLOCK_SIZE = 16
 
 _runtimes: WeakKeyDictionary[torch.nn.Module, PagedRuntime] = WeakKeyDictionary()
 
@@ -66,9 +75,7 @@ class PagedRuntime:
         self.block_size = _choose_block_size(config, self.backend.block_size_multiple)
         self.bytes_per_block = layout.bytes_per_block(self.block_size)
         self.num_blocks = _choose_num_blocks(config, self.bytes_per_block, device)
-        self.storage = KVStorage(
-            self.backend, layout, self.num_blocks, self.block_size, poison=config.debug
-        )
+        self.storage = KVStorage(self.backend, layout, self.num_blocks, self.block_size)
         self.manager = KVCacheManager(
             self.num_blocks,
             self.block_size,
@@ -107,9 +114,7 @@ class PagedRuntime:
             for sequence in self._garbage.popleft():
                 self.manager.free(sequence)
 
-    def version(
-        self, *, is_first_forward: bool, is_prompt: bool
-    ) -> tuple[Hashable | None, bool]:
+    def version(self, *, is_first_forward: bool, is_prompt: bool) -> tuple[Hashable | None, bool]:
         """Return the version of K and V about to be computed, and whether to keep the blocks.
 
         A ``generate()`` takes its version once. Weights can change between two forwards of a
@@ -224,7 +229,7 @@ def runtime_of(model: torch.nn.Module) -> PagedRuntime:
 
 def _choose_block_size(config: PagedConfig, multiple: int) -> int:
     if config.block_size == "auto":
-        return max(16, multiple)
+        return -(-_DEFAULT_BLOCK_SIZE // multiple) * multiple
     block_size = int(config.block_size)
     if block_size % multiple:
         raise ConfigurationError(

@@ -103,6 +103,7 @@ class PagedStep:
         Args:
             key: [B, H_kv, T, D].
             value: [B, H_kv, T, D_v].
+            layer: index in the model.
 
         Returns:
             Paged: the same tensors, for :meth:`attend`. Gathered: K and V of all columns that
@@ -145,7 +146,10 @@ class PagedStep:
         Args:
             query: [B, H, T, D].
             layer: the layer whose :meth:`update` came last.
-            scale, window, softcap, sinks: see :meth:`AttentionBackend.forward`.
+            scale: see :meth:`AttentionBackend.forward`.
+            window: see :meth:`AttentionBackend.forward`.
+            softcap: see :meth:`AttentionBackend.forward`.
+            sinks: see :meth:`AttentionBackend.forward`.
 
         Returns:
             [B, T, H, D_v]; 0 where a column is padding.
@@ -261,7 +265,7 @@ class PagedStep:
             index = self._tensor("index", self._token_index, packed.device)
             padded = packed.new_zeros(num_rows * num_columns, *packed.shape[1:])
             packed = padded.index_copy_(0, index, packed)
-        return packed.unflatten(0, (num_rows, num_columns))
+        return packed.view(num_rows, num_columns, *packed.shape[1:])
 
     # -- metadata ----------------------------------------------------------------------------
 
@@ -345,9 +349,7 @@ def new_tokens(cache: PagedCache, inputs: StepInputs, real: torch.Tensor) -> lis
         first: int | None = row_positions[0]
         if row_positions != list(range(row_positions[0], row_positions[0] + num_new)):
             first = None
-        result.append(
-            NewTokens(sequence, num_new, [ids[row][i] for i in at], first, version, keep)
-        )
+        result.append(NewTokens(sequence, num_new, [ids[row][i] for i in at], first, version, keep))
     return result
 
 
@@ -377,4 +379,3 @@ class _StopGradient(torch.autograd.Function):
             "backward() reached a forward with a paged cache: K and V in the pool carry no "
             "gradient. Train without a cache (use_cache=False) or with a DynamicCache."
         )
-

@@ -31,7 +31,6 @@ class KVStorage:
         layout: what a token needs, as the config says.
         num_blocks: usable blocks; one more is made, the null block.
         block_size: tokens a block.
-        poison: fill with NaN what holds no token (debug mode).
     """
 
     def __init__(
@@ -40,19 +39,17 @@ class KVStorage:
         layout: KVLayout,
         num_blocks: int,
         block_size: int,
-        *,
-        poison: bool = False,
     ) -> None:
         self._backend = backend
         self._layout = layout
         self._num_blocks = num_blocks
         self._block_size = block_size
-        self._poison = poison
         self._lock = threading.Lock()
         self._lane = {
             layer: lane for group in layout.groups for lane, layer in enumerate(group.layers)
         }
         self._views: dict[tuple[int, torch.device], LayerView] = {}
+        self._poisoned: set[int] = set()
         self._empty_states: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._mappings: list[tuple[mmap.mmap, int]] = []
 
@@ -99,24 +96,29 @@ class KVStorage:
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks, (source, target) each, in every layer that has them."""
         if copies:
-            for view in self._views.values():
+            for view in self._all_views():
                 pairs = torch.tensor(copies, device=view.key_cache.device)
                 self._backend.copy_blocks(view, pairs[:, 0], pairs[:, 1])
 
     def poison(self, block_ids: Iterable[int]) -> None:
-        """Fill blocks with NaN: whoever reads them without writing first will show it."""
+        """Fill blocks with NaN, in tensors that are made later too (debug mode).
+
+        Whoever reads one without writing it first will show it.
+        """
         ids = list(block_ids)
-        for view in self._views.values():
+        with self._lock:
+            self._poisoned.update(ids)
+        for view in self._all_views():
             for cache in (view.key_cache, view.value_cache):
                 cache[ids] = torch.nan
 
     def trim(self, free_blocks: Sequence[int]) -> None:
-        """Give the memory of free blocks back to the system; they read as zeros afterwards.
+        """Give the whole pages of free blocks back to the system; they read as zeros afterwards.
 
         Args:
             free_blocks: ids, ascending.
         """
-        for mapping, bytes_per_block in self._mappings:
+        for mapping, bytes_per_block in tuple(self._mappings):
             for first, last in _runs(free_blocks):
                 # A page that a used block shares stays.
                 begin = -(-first * bytes_per_block // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -124,7 +126,7 @@ class KVStorage:
                 if end > begin:
                     mapping.madvise(mmap.MADV_DONTNEED, begin, end - begin)
         self._backend.release_scratch()
-        if any(device.type == "cuda" for _, device in self._views):
+        if any(view.key_cache.device.type == "cuda" for view in self._all_views()):
             torch.cuda.empty_cache()
 
     def clear(self) -> None:
@@ -134,6 +136,10 @@ class KVStorage:
             self._empty_states.clear()
             self._mappings.clear()
         self._backend.release_scratch()
+
+    def _all_views(self) -> tuple[LayerView, ...]:
+        with self._lock:  # the first forward of another thread may be adding some
+            return tuple(self._views.values())
 
     def _make_view(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> LayerView:
         bytes_per_slot = sum(new.shape[-2:].numel() * new.itemsize for new in (key, value))
@@ -161,14 +167,16 @@ class KVStorage:
                     self._mappings.append((mapping, num_bytes // num_blocks))
             else:
                 cache = torch.zeros(shape, dtype=like.dtype, device=like.device)
-            if self._poison:
-                cache[:-1] = torch.nan
+            if self._poisoned:
+                cache[sorted(self._poisoned)] = torch.nan
         return cache
 
 
 def _empty_state(like: torch.Tensor) -> torch.Tensor:
     with torch.inference_mode(False):
-        return torch.empty(0, like.shape[-2], 0, like.shape[-1], dtype=like.dtype, device=like.device)
+        return torch.empty(
+            0, like.shape[-2], 0, like.shape[-1], dtype=like.dtype, device=like.device
+        )
 
 
 def _runs(ids: Sequence[int]) -> list[tuple[int, int]]:

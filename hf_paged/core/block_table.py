@@ -15,7 +15,7 @@ class BlockTable:
     """Entry ``i`` holds tokens ``i * block_size`` to ``(i + 1) * block_size - 1``.
 
         window 8, block_size 4, 18 tokens:   [ -1, -1, 7, 2, 9 ]
-                                               behind   the last 8 tokens and what shares their blocks
+                                               behind   the last 8 tokens, whole blocks
 
     The entries are C ints: a step copies them into a tensor with one memcpy a row.
     """

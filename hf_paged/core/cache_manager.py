@@ -96,6 +96,7 @@ class Allocation:
     _num_new: int = 0
     _touched: list[int] = field(default_factory=list)
     _released: Counter[int] = field(default_factory=Counter)
+    _released_until: dict[int, int] = field(default_factory=dict)
     _pending_nodes: dict[tuple[int, BlockKey], PrefixNode] = field(default_factory=dict)
     _pending_blocks: dict[tuple[int, int], int] = field(default_factory=dict)
 
@@ -128,6 +129,7 @@ class KVCacheManager:
         self.num_cow_copies = 0
         self._on_emptied = on_emptied
         self._sequences: set[KVSequence] = set()
+        self._released: Counter[int] = Counter()
 
     # -- one forward -------------------------------------------------------------------------
 
@@ -148,7 +150,7 @@ class KVCacheManager:
         """
         plan, needed = self._plan(rows, hold_window)
         if needed and needed[-1] > self.pool.num_available:
-            self._prune_roots(plan)
+            self._unpin(plan)
             raise self._full_error(needed, occasion)
         return self._execute(plan)
 
@@ -159,7 +161,7 @@ class KVCacheManager:
             KVCacheFullError: too few blocks.
         """
         plan, needed = self._plan(rows, hold_window=False)
-        self._prune_roots(plan)
+        self._unpin(plan)
         if needed and needed[-1] > self.pool.num_available:
             raise self._full_error(needed, occasion)
 
@@ -184,7 +186,9 @@ class KVCacheManager:
             self._publish(row)
             if not hold_window:
                 self.drop_hidden(row.sequence)
+        self._released -= allocation._released
         self._free(allocation._released.elements())
+        self._unpin(allocation)
 
     def rollback(self, allocation: Allocation) -> None:
         """Undo :meth:`begin`: the sequences are as they were before the forward."""
@@ -196,9 +200,10 @@ class KVCacheManager:
                 for entry in entries:
                     if entry.replaces is not None:
                         table[entry.index] = entry.replaces
+        self._released -= allocation._released
         self._free(reversed(allocation._touched))
         self._free(reversed(allocation.new_blocks))
-        self._prune_roots(allocation)
+        self._unpin(allocation)
 
     # -- sequences ---------------------------------------------------------------------------
 
@@ -236,6 +241,7 @@ class KVCacheManager:
         """Forget the tokens from ``num_tokens`` on; a block is freed only when it is empty.
 
         Args:
+            sequence: to be cropped.
             num_tokens: tokens that stay, at most ``sequence.num_tokens``.
         """
         assert 0 <= num_tokens <= sequence.num_tokens
@@ -243,13 +249,15 @@ class KVCacheManager:
         self._free(self._cut(sequence, -(-num_tokens // size)))
         offset = num_tokens % size
         for table in sequence.tables:
-            block_id = table[num_tokens // size] if offset and len(table) * size > num_tokens else -1
+            block_id = (
+                table[num_tokens // size] if offset and len(table) * size > num_tokens else -1
+            )
             if block_id != NO_BLOCK and self._is_writable(block_id):
                 self.pool.set_num_filled(block_id, offset)
         node = sequence.node
         while node is not None and node.depth * size > num_tokens:
             assert node.key is not None
-            sequence.tail = [*node.key.tokens, *sequence.tail]
+            sequence.tail = list(node.key.tokens)
             sequence.tail_position = node.key.first_position
             node = node.parent
         if node is not None:
@@ -316,6 +324,7 @@ class KVCacheManager:
             for table in sequence.tables
             for block_id in table.held()
         )
+        references += self._released  # a running forward holds what its rollback needs
         for block_id in range(self.pool.num_blocks):
             assert references[block_id] == self.pool.ref_count(block_id), (
                 f"block {block_id}: {references[block_id]} references from tables, "
@@ -332,8 +341,10 @@ class KVCacheManager:
         """Return the plan and, after each row, how many available blocks it has used up."""
         plan, revived, needed = Allocation(), set[int](), []
         for new in rows:
+            num_touched = len(plan._touched)
             self._plan_row(plan, new, hold_window)
-            revived.update(b for b in plan._touched if self.pool.is_cached(self._real(b)))
+            touched = plan._touched[num_touched:]
+            revived.update(b for b in touched if self.pool.is_cached(b))
             needed.append(plan._num_new + len(revived))
         return plan, needed
 
@@ -356,7 +367,7 @@ class KVCacheManager:
             for index in range(store_from // size, -(-row.end // size)):
                 node = nodes[index - first_full] if index - first_full < len(nodes) else None
                 if index < len(table):
-                    entries.append(self._plan_append(plan, index, table[index]))
+                    entries.append(self._plan_append(plan, index, table[index], start))
                     continue
                 shared = None if node is None else self._shared_block(plan, node, group_id)
                 if shared is None:
@@ -389,6 +400,7 @@ class KVCacheManager:
         ):
             row.base = sequence.node
         if row.base is not None:
+            row.base.num_sequences += 1
             row.keys = sequence.block_keys(new.token_ids, self.block_size)
 
     def _nodes(self, plan: Allocation, row: RowAllocation) -> list[PrefixNode]:
@@ -408,27 +420,28 @@ class KVCacheManager:
         block = node.blocks[group_id]
         return block if block is not None else plan._pending_blocks.get((id(node), group_id))
 
-    def _plan_append(self, plan: Allocation, index: int, block: int) -> _Entry:
-        """Write into a partly filled block, or into a copy of it if others may read it."""
-        if self._is_writable(block, num_released=plan._released[block]):
+    def _plan_append(self, plan: Allocation, index: int, block: int, start: int) -> _Entry:
+        """Write into a partly filled block, or into a copy of it if others may read it.
+
+        Rows of this forward that took a copy need the block no more, but a rollback gives it back
+        to them: what they hold there, up to their own start, stays as it is.
+        """
+        released_until = plan._released_until.get(block, 0)
+        if start >= released_until and self._is_writable(block, plan._released[block]):
             return _Entry(index, block, is_written=True)
         copy = self._plan_new(plan)
         plan.copies.append((block, copy))
         plan._released[block] += 1
+        plan._released_until[block] = max(start, released_until)
         return _Entry(index, copy, is_written=True, replaces=block)
 
     def _is_writable(self, block: int, num_released: int = 0) -> bool:
-        return (
-            self.pool.ref_count(block) - num_released == 1 and self.pool.content(block) is None
-        )
+        return self.pool.ref_count(block) - num_released == 1 and self.pool.content(block) is None
 
     def _plan_new(self, plan: Allocation) -> int:
         """Return a placeholder for a block: ids from ``num_blocks`` on are not real yet."""
         plan._num_new += 1
         return self.pool.num_blocks + plan._num_new - 1
-
-    def _real(self, block: int) -> int:
-        return block if block < self.pool.num_blocks else NO_BLOCK
 
     def _execute(self, plan: Allocation) -> Allocation:
         num_blocks = self.pool.num_blocks
@@ -454,6 +467,7 @@ class KVCacheManager:
                     else:
                         table.skip_to(entry.index)
                         table.append(entry.block)
+        self._released += plan._released
         return plan
 
     def _publish(self, row: RowAllocation) -> None:
@@ -465,16 +479,17 @@ class KVCacheManager:
             return
         for key in row.keys:
             index, node = node.depth, self.index.publish(node, key)
-            for group_id, table in enumerate(sequence.tables):
-                own = table[index] if index < len(table) else NO_BLOCK
-                stored = node.blocks[group_id]
-                if own == NO_BLOCK or own == stored:
+            for group_id, entries in enumerate(row.entries):
+                if index < entries[0].index:
+                    continue  # behind the window: this forward did not store all of it
+                own, stored = entries[index - entries[0].index].block, node.blocks[group_id]
+                if own == stored:
                     continue
                 if stored is None:
                     self.pool.set_content(own, node, group_id)
                 else:
                     self.pool.touch(stored)
-                    table[index] = stored
+                    sequence.tables[group_id][index] = stored
                     self._free([own])
         sequence.tail += row.token_ids
         del sequence.tail[: len(row.keys) * self.block_size]
@@ -486,9 +501,12 @@ class KVCacheManager:
         sequence.move_to(node)
         self.index.prune(previous)
 
-    def _prune_roots(self, plan: Allocation) -> None:
+    def _unpin(self, plan: Allocation) -> None:
+        """Let go of the prefixes that the rows extend: evictions could prune them till now."""
         for row in plan.rows:
-            self.index.prune(row.base)
+            if row.base is not None:
+                row.base.num_sequences -= 1
+                self.index.prune(row.base)
 
     def _cut(self, sequence: KVSequence, num_entries: int) -> list[int]:
         """Truncate all tables; return what they held, deepest block first."""
@@ -515,9 +533,9 @@ class KVCacheManager:
         available = self.pool.num_available
         fit = sum(count <= available for count in needed)
         return KVCacheFullError(
-            f"the KV cache is full at {occasion}: {needed[-1]} blocks needed, {available} available of "
-            f"{self.pool.num_blocks} (block_size {self.block_size}); the first {fit} of "
-            f"{len(needed)} rows would fit. Patch with a larger kv_memory= or num_blocks=, pass "
+            f"the KV cache is full at {occasion}: {needed[-1]} blocks needed, {available} "
+            f"available of {self.pool.num_blocks} (block_size {self.block_size}); the first {fit} "
+            f"of {len(needed)} rows would fit. Patch with a larger kv_memory= or num_blocks=, pass "
             "fewer rows at a time, or release caches that are no longer needed.",
             num_needed_blocks=needed[-1],
             num_available_blocks=available,

@@ -37,7 +37,7 @@ class PrefixNode:
         depth: blocks in the prefix.
         blocks: block id for each layer group, None where that group does not store it.
         root: the empty prefix above it; it carries the version.
-        num_sequences: sequences whose deepest full block this is.
+        num_sequences: sequences whose deepest full block this is, and running forwards of such.
     """
 
     __slots__ = ("blocks", "children", "depth", "key", "num_sequences", "parent", "root")

@@ -8,6 +8,7 @@ property.
 
 from __future__ import annotations
 
+import types
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -43,7 +44,10 @@ def config_view(config: PreTrainedConfig, runtime: PagedRuntime) -> PreTrainedCo
         "_hf_paged_original_config": config,
         "__reduce_ex__": lambda self, protocol: (_unchanged, (config,)),
     }
-    view = object.__new__(type(cls)(cls.__name__, (cls,), namespace))
+    view_class: Any = types.new_class(
+        cls.__name__, (cls,), exec_body=lambda ns: ns.update(namespace)
+    )
+    view: PreTrainedConfig = object.__new__(view_class)
     object.__setattr__(view, "__dict__", config.__dict__)
     return view
 

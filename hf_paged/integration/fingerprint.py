@@ -27,6 +27,8 @@ logger = logging.getLogger("hf_paged")
 _DYNAMIC_ROPE = ("dynamic", "longrope")
 """RoPE whose frequencies depend on the length of the call: equal tokens, different K."""
 _CHUNK_ELEMENTS = 1 << 20
+_TORCH_ATTRIBUTES = frozenset(torch.nn.Module().__dict__)
+_NOT_PLAIN = "(an object)"
 
 
 class ModelComputation:
@@ -66,8 +68,10 @@ class ModelComputation:
             return None
         digest = xxhash.xxh3_128()
         digest.update(f"{config.to_dict()} {config._attn_implementation}".encode())
-        digest.update(f"{torch.is_autocast_enabled(base.device.type)}".encode())
-        digest.update(f"{torch.get_autocast_dtype(base.device.type)}".encode())
+        device_type = base.device.type
+        if device_type != "meta":  # weights that accelerate offloaded are met below
+            digest.update(f"{torch.is_autocast_enabled(device_type)}".encode())
+            digest.update(f"{torch.get_autocast_dtype(device_type)}".encode())
         for name, module in base.named_modules():
             digest.update(f"{name} {type(module)} {list(_settings(module))}".encode())
         seen: set[tuple[int, int]] = set()
@@ -97,27 +101,38 @@ def _update(digest: Any, tensor: torch.Tensor) -> None:
         raise NotImplementedError("the weight is offloaded")
     flat = tensor.contiguous().view(-1).view(torch.uint8)
     if flat.device.type == "cpu":
-        digest.update(memoryview(flat.numpy()))
+        digest.update(flat.numpy())
         return
     # On the device: a sum over products with fixed random odd factors, modulo 2**64.
     words = torch.nn.functional.pad(flat, (0, -flat.shape[0] % 8)).view(torch.int64)
     generator = torch.Generator().manual_seed(0)
     factors = torch.randint(-(2**62), 2**62, (_CHUNK_ELEMENTS,), generator=generator) * 2 + 1
     factors = factors.to(flat.device)
-    sums = [(part * factors[: part.shape[0]]).sum() for part in words.split(_CHUNK_ELEMENTS)]
+    sums = [(part * factors[: part.shape[0]]).sum() for part in torch.split(words, _CHUNK_ELEMENTS)]
     if sums:
         digest.update(torch.stack(sums).cpu().numpy().tobytes())
 
 
-def _settings(module: torch.nn.Module) -> Iterator[tuple[str, str]]:
+def _settings(module: torch.nn.Module) -> Iterator[tuple[str, object]]:
     """Yield the plain attributes of a module: scales, windows, active adapters, ..."""
     for name, value in module.__dict__.items():
-        if name.startswith("_output_capturing"):
-            continue
-        if isinstance(value, (bool, int, float, str, list, tuple, dict, set)) or value is None:
-            text = repr(value)
-            if " at 0x" not in text:
-                yield name, text
+        if name not in _TORCH_ATTRIBUTES and not name.startswith("_output_capturing"):
+            plain = _plain(value)
+            if plain is not _NOT_PLAIN:
+                yield name, plain
+
+
+def _plain(value: object) -> object:
+    """Return a value that prints the same whenever it is equal, or _NOT_PLAIN."""
+    if value is None or isinstance(value, (bool, int, float, str, torch.dtype)):
+        return value
+    if isinstance(value, dict):
+        return [(_plain(k), _plain(v)) for k, v in value.items()]
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted(map(str, value))
+    return _NOT_PLAIN
 
 
 def _has_user_hooks(*hook_dicts: dict[int, Any]) -> bool:

@@ -19,7 +19,6 @@ from hf_paged.core.scheduler import Call
 
 __all__ = ["PagedGeneration"]
 
-_CACHE_NAMES = ("cache", "past_key_values")
 _SIZED_BY_FAMILY = ("hybrid", "sliding_window", "hybrid_chunked")
 """Old names that published generation configs carry: not a user's choice of a cache."""
 
@@ -52,9 +51,9 @@ class PagedGeneration:
             return result
         finally:
             _current.reset(token)
-            returned = [getattr(result, name, None) for name in _CACHE_NAMES]
+            returned = getattr(result, self._hf_paged_cache_name, None)  # type: ignore[attr-defined]
             for cache in generation.caches:
-                if not any(cache is kept for kept in returned):
+                if cache is not returned:
                     cache.release()
             if generation.call is not None and generation.token is not None:
                 runtime = runtime_of(self)  # type: ignore[arg-type]

@@ -45,7 +45,8 @@ def paged_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
         )
     logger.info("unusual attention mask: this forward runs the model's own attention")
     step.is_paged = False
-    own = ALL_MASK_ATTENTION_FUNCTIONS._global_mapping.get(kwargs["config"]._attn_implementation)
+    functions: dict[str, Any] = ALL_MASK_ATTENTION_FUNCTIONS._global_mapping
+    own = functions.get(kwargs["config"]._attn_implementation)
     mask: torch.Tensor | None = None if own is None else own(*args, **kwargs)
     return mask
 

@@ -62,7 +62,7 @@ class ModelSeams:
 
     model: PreTrainedModel
     base: PreTrainedModel
-    attentions: tuple[torch.nn.Module, ...]
+    attentions: tuple[Any, ...]
     config: PreTrainedConfig
     cache_name: str
     layout: KVLayout
@@ -91,13 +91,13 @@ def find_seams(model: torch.nn.Module) -> ModelSeams:
     if getattr(config, "add_cross_attention", False):
         raise _missing(name, "a cache of self-attention alone", "models with cross-attention")
     base = _find_base(model, spec)
-    attentions = _find_attentions(base)
-    if not attentions:
-        raise _missing(name, "attention modules with layer_idx and config", "")
     if not base._supports_attention_backend:
         raise _missing(
             name, "attention through ALL_ATTENTION_FUNCTIONS (_supports_attention_backend)", ""
         )
+    attentions = _find_attentions(base)
+    if not attentions:
+        raise _missing(name, "attention modules with layer_idx and config", "")
     if not all(getattr(attention, "is_causal", False) for attention in attentions):
         raise _missing(name, "causal attention in every layer (is_causal)", "")
     if any(attention.config is not base.config for attention in attentions):
@@ -132,7 +132,7 @@ def _find_base(model: PreTrainedModel, spec: ModelSpec | None) -> PreTrainedMode
         base = model.get_submodule(spec.layers_module)
         assert isinstance(base, PreTrainedModel)
         return base
-    text_model = model.get_decoder() if hasattr(model, "get_decoder") else model
+    text_model: Any = getattr(model, "get_decoder", lambda: model)()
     base = text_model if isinstance(text_model, PreTrainedModel) else model
     while True:
         wanted = len(_find_attentions(base))
@@ -148,7 +148,7 @@ def _find_base(model: PreTrainedModel, spec: ModelSpec | None) -> PreTrainedMode
         base = inner[0]
 
 
-def _find_attentions(base: torch.nn.Module) -> tuple[torch.nn.Module, ...]:
+def _find_attentions(base: torch.nn.Module) -> tuple[Any, ...]:
     found = [
         module
         for module in base.modules()
@@ -156,7 +156,7 @@ def _find_attentions(base: torch.nn.Module) -> tuple[torch.nn.Module, ...]:
         and "Attention" in type(module).__name__
         and isinstance(getattr(module, "config", None), PreTrainedConfig)
     ]
-    return tuple(sorted(found, key=lambda module: int(module.layer_idx)))  # type: ignore[arg-type]
+    return tuple(sorted(found, key=lambda module: int(module.layer_idx)))
 
 
 def _find_layout(name: str, model: PreTrainedModel, config: Any) -> KVLayout:

@@ -9,6 +9,7 @@ the config views, which pickle as the config.
 
 from __future__ import annotations
 
+import copyreg
 import functools
 import inspect
 import types
@@ -39,7 +40,7 @@ __all__ = ["patch", "unpatch"]
 ModelT = TypeVar("ModelT", bound=torch.nn.Module)
 
 _inside: ContextVar[object] = ContextVar("inside", default=None)
-"""The module whose forward this thread is in: accelerate may wrap our wrapper again."""
+"""The module whose forward another's wrapper (accelerate's) is about to call again."""
 
 
 def patch(
@@ -91,7 +92,8 @@ def patch(
     runtime = PagedRuntime(config, seams.layout, device, ModelComputation(seams))
     attention.register()
     view = config_view(seams.config, runtime)
-    for module in (seams.base, *seams.attentions):
+    taken_over: tuple[Any, ...] = (seams.base, *seams.attentions)
+    for module in taken_over:
         module.config = view
     seams.base.__class__ = _paged_base_class(seams, runtime)
     seams.model.__class__ = _paged_model_class(seams)
@@ -128,7 +130,7 @@ def unpatch(model: ModelT) -> ModelT:
 
 
 def _paged_model_class(seams: ModelSeams) -> type:
-    cls = type(seams.model)
+    cls: Any = type(seams.model)
     namespace = _stand_in(cls) | {"_hf_paged_cache_name": seams.cache_name}
     namespace["generate"] = functools.wraps(cls.generate)(PagedGeneration.generate)
     return types.new_class(
@@ -143,11 +145,17 @@ def _paged_base_class(seams: ModelSeams, runtime: PagedRuntime) -> type:
 
     @functools.wraps(cls.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if _inside.get() is self or type(self) is not paged_class:
+        if type(self) is not paged_class:
             return cls.forward(self, *args, **kwargs)
-        own_forward = self.__dict__.get("forward", functools.partial(cls.forward, self))
-        token = _inside.set(self)
+        own_forward = functools.partial(cls.forward, self)
+        wrapper = self.__dict__.get("forward")
+        is_wrapped_again = wrapper is not None and _inside.get() is self
+        # While the model's own code runs a hook may call the model again: a call of its own.
+        token = _inside.set(None if wrapper is None or is_wrapped_again else self)
         try:
+            if is_wrapped_again:
+                return own_forward(*args, **kwargs)
+            own_forward = own_forward if wrapper is None else wrapper
             arguments = signature.bind_partial(self, *args, **kwargs).arguments
             arguments |= arguments.pop("kwargs", {})
             cache = arguments.get(cache_name, arguments.get("past_key_values"))
@@ -189,8 +197,8 @@ def _stand_in(cls: type) -> dict[str, Any]:
     """Return the namespace of a subclass that goes by the name of ``cls`` and copies as it."""
 
     def reduce_ex(self: Any, protocol: Any) -> Any:
-        function, args, *rest = object.__reduce_ex__(self, protocol)
-        return (function, (cls, *args[1:]), *rest)
+        # Not copyreg.__newobj__: pickle insists that its class be that of the object.
+        return copyreg._reconstructor, (cls, object, None), self.__dict__  # type: ignore[attr-defined]
 
     return {
         "__module__": cls.__module__,
