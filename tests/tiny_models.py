@@ -53,15 +53,17 @@ CONFIGS: dict[str, Any] = {
     ),
     "mistral": MistralConfig(**_BASE, sliding_window=8),
     "qwen2": Qwen2Config(
-        **_BASE, use_sliding_window=True, sliding_window=8, layer_types=_SLIDING, max_window_layers=2
+        **_BASE,
+        use_sliding_window=True,
+        sliding_window=8,
+        layer_types=_SLIDING,
+        max_window_layers=2,
     ),
     "qwen3": Qwen3Config(**_BASE, head_dim=16),
     "gemma2": Gemma2Config(**_BASE, head_dim=8, sliding_window=8, layer_types=_SLIDING),
     "gemma3": Gemma3TextConfig(**_BASE, head_dim=8, sliding_window=8, layer_types=_SLIDING),
     "phi3": Phi3Config(**_BASE, sliding_window=8),
-    "gpt2": GPT2Config(
-        **_SPECIAL, n_embd=32, n_layer=3, n_head=4, n_positions=256, n_inner=64
-    ),
+    "gpt2": GPT2Config(**_SPECIAL, n_embd=32, n_layer=3, n_head=4, n_positions=256, n_inner=64),
 }
 FAMILIES = tuple(CONFIGS)
 
