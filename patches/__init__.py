@@ -1,7 +1,7 @@
 """What hf_paged knows about architectures, one file for what one sentence explains.
 
-Installed as ``hf_paged.patches``. Each module has a tuple ``SPECS`` of
-:class:`~hf_paged.integration.model_spec.ModelSpec`.
+Installed as ``hf_paged.patches``. Each module has one
+:class:`~hf_paged.integration.model_spec.ModelSpec`, ``SPEC``.
 """
 
 if __name__ != "hf_paged.patches":

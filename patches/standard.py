@@ -2,18 +2,16 @@
 
 from hf_paged.integration.model_spec import ModelSpec
 
-SPECS = (
-    ModelSpec(
-        model_types=(
-            "gemma2",
-            "gemma3_text",
-            "gpt2",
-            "llama",
-            "mistral",
-            "opt",
-            "phi3",
-            "qwen2",
-            "qwen3",
-        )
-    ),
+SPEC = ModelSpec(
+    model_types=(
+        "gemma2",
+        "gemma3_text",
+        "gpt2",
+        "llama",
+        "mistral",
+        "opt",
+        "phi3",
+        "qwen2",
+        "qwen3",
+    )
 )

@@ -99,6 +99,19 @@ class Columns:
         has_begun = (real.cumsum(1) > 0) | self.real.any(1, keepdim=True)
         return bool((has_begun & ~real).any())
 
+    def rows_with_gaps(self, real: torch.Tensor) -> list[bool]:
+        """Tell for each row whether padding lies between two of its tokens, new ones included.
+
+        Args:
+            real: [B, T] bool, the new columns.
+        """
+        if self._is_all_real and bool(real.all()):
+            return [False] * real.shape[0]
+        columns = torch.cat([self.real, real], dim=1)
+        is_start = columns[:, 1:] & ~columns[:, :-1]
+        gaps: list[bool] = (is_start.sum(1) + columns[:, 0] > 1).tolist()
+        return gaps
+
     def append(self, real: torch.Tensor) -> None:
         """Add new columns, [B, T] bool."""
         end = self.num_columns + real.shape[1]

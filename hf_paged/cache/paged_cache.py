@@ -93,6 +93,19 @@ class PagedCache(Cache):
         """Which columns of the rectangle are real. For this package alone."""
         return self._columns
 
+    def gaps_behind_windows(self, real: torch.Tensor) -> list[bool]:
+        """Tell for each row whether padding between its tokens shifts a window.
+
+        A window counts columns: K and V behind a gap differ from those of the same tokens without
+        one. For this package alone.
+
+        Args:
+            real: [B, T] bool, the new columns.
+        """
+        if not any(group.window for group in self.runtime.manager.groups):
+            return [False] * real.shape[0]
+        return self._columns.rows_with_gaps(real)
+
     @property
     def holds_window(self) -> bool:
         """Whether tokens behind a window stay until the next :meth:`crop`."""
@@ -164,8 +177,8 @@ class PagedCache(Cache):
         self._check_usable()
         is_new = self._sequences is None
         self._open_rows(inputs.num_rows)
-        real, _ = self._columns.new_columns(inputs.attention_mask, inputs.num_columns)
-        rows = new_tokens(self, inputs, real)
+        real, hides = self._columns.new_columns(inputs.attention_mask, inputs.num_columns)
+        rows = new_tokens(self, inputs, real, hides_past=hides)
         runtime = self.runtime
         try:
             runtime.scheduler.allocate(

@@ -127,7 +127,9 @@ class PagedRuntime:
         call = self.current_call.get()
         if call is None and not is_first_forward:
             return None, False
-        if is_prompt and not self.computation.is_determined():
+        # Looking at every module takes time: not again at each decoding step of a call.
+        is_known = call is not None and call.version is not None
+        if (is_prompt or is_first_forward or not is_known) and not self.computation.is_determined():
             return None, False
         if call is not None and call.version is not None:
             return call.version, call.keep

@@ -80,7 +80,7 @@ class PagedStep:
             self.is_paged = False
         self._real = real
         self._hold_window = cache.holds_window
-        self._rows = new_tokens(cache, inputs, real)
+        self._rows = new_tokens(cache, inputs, real, hides_past=hides_past)
         call = self._runtime.current_call.get()
         occasion = "a forward"
         if call is not None:
@@ -309,25 +309,30 @@ class PagedStep:
         )
 
 
-def new_tokens(cache: PagedCache, inputs: StepInputs, real: torch.Tensor) -> list[NewTokens]:
+def new_tokens(
+    cache: PagedCache, inputs: StepInputs, real: torch.Tensor, *, hides_past: bool
+) -> list[NewTokens]:
     """Return what a forward adds to each row that has a real token, in row order.
 
     Args:
         cache: an initialised cache of ``inputs.num_rows`` rows.
         inputs: the call.
         real: [B, T] bool, which columns are real.
+        hides_past: whether the mask hides stored tokens: K and V then depend on fewer tokens than
+            the row holds.
     """
     sequences = cache.sequences
     lens: list[int] = real.sum(1).tolist()
     is_first = all(sequence.num_tokens == 0 for sequence in sequences)
     version, keep = None, False
-    if inputs.input_ids is not None:
+    if inputs.input_ids is not None and not hides_past:
         version, keep = cache.runtime.version(
             is_first_forward=is_first, is_prompt=inputs.num_columns > 1
         )
     if version is None:
         return [NewTokens(s, n) for s, n in zip(sequences, lens, strict=True) if n]
     assert inputs.input_ids is not None
+    has_gap = cache.gaps_behind_windows(real)
     positions, is_implicit = _positions(cache, inputs, real)
     if is_implicit:
         # The model makes up positions from the mask in its own way, but equal tokens in equal
@@ -336,8 +341,10 @@ def new_tokens(cache: PagedCache, inputs: StepInputs, real: torch.Tensor) -> lis
     ids: list[list[int]] = inputs.input_ids.tolist()
     if inputs.num_columns == 1:
         return [
-            NewTokens(s, 1, row, row_positions[0], version, keep)
-            for s, n, row, row_positions in zip(sequences, lens, ids, positions, strict=True)
+            NewTokens(s, 1, row, None if gap else row_positions[0], version, keep)
+            for s, n, row, row_positions, gap in zip(
+                sequences, lens, ids, positions, has_gap, strict=True
+            )
             if n
         ]
     result = []
@@ -347,7 +354,8 @@ def new_tokens(cache: PagedCache, inputs: StepInputs, real: torch.Tensor) -> lis
         at = torch.nonzero(real[row])[:, 0].tolist()
         row_positions = [positions[row][i] for i in at]
         first: int | None = row_positions[0]
-        if row_positions != list(range(row_positions[0], row_positions[0] + num_new)):
+        consecutive = list(range(row_positions[0], row_positions[0] + num_new))
+        if has_gap[row] or row_positions != consecutive:
             first = None
         result.append(NewTokens(sequence, num_new, [ids[row][i] for i in at], first, version, keep))
     return result

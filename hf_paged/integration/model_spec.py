@@ -202,7 +202,7 @@ def _own_specs() -> Iterator[ModelSpec]:
     package = importlib.import_module(ENTRY_POINT_GROUP)
     for module_info in pkgutil.iter_modules(package.__path__):
         module = importlib.import_module(f"{ENTRY_POINT_GROUP}.{module_info.name}")
-        yield from module.SPECS
+        yield module.SPEC
 
 
 def _third_party_specs() -> Iterator[ModelSpec]:

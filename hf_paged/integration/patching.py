@@ -39,6 +39,26 @@ __all__ = ["patch", "unpatch"]
 
 ModelT = TypeVar("ModelT", bound=torch.nn.Module)
 
+_INDIFFERENT = frozenset(
+    {
+        "self",
+        "input_ids",
+        "attention_mask",
+        "position_ids",
+        "cache",
+        "past_key_values",
+        "cache_position",
+        "use_cache",
+        "labels",
+        "logits_to_keep",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "return_dict",
+    }
+)
+"""Arguments of a forward besides which ids alone determine K and V; token_type_ids is none."""
+
 _inside: ContextVar[object] = ContextVar("inside", default=None)
 """The module whose forward another's wrapper (accelerate's) is about to call again."""
 
@@ -250,12 +270,19 @@ def _step_inputs(arguments: dict[str, Any]) -> tuple[StepInputs, bool]:
         )
     mask = arguments.get("attention_mask")
     is_plain = mask is None or (isinstance(mask, torch.Tensor) and mask.ndim == 2)
+    positions = arguments.get("position_ids")
+    ids_determine_kv = (
+        is_plain
+        and embeds is None
+        and (positions is None or positions.ndim <= 2)
+        and all(value is None for name, value in arguments.items() if name not in _INDIFFERENT)
+    )
     inputs = StepInputs(
-        input_ids=ids if is_plain and embeds is None else None,
+        input_ids=ids if ids_determine_kv else None,
         num_rows=given.shape[0],
         num_columns=given.shape[1],
         attention_mask=mask if is_plain else None,
-        position_ids=arguments.get("position_ids"),
+        position_ids=positions,
     )
     return inputs, is_plain
 
