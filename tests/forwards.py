@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Items
 
-from hf_paged.core.cache_manager import Allocation, KVCacheManager, NewTokens
+from hf_paged.core.allocation import Allocation, NewTokens
+from hf_paged.core.cache_manager import KVCacheManager
 from hf_paged.core.layer_group import group_layers
 from hf_paged.core.sequence import Sequence
 

@@ -16,8 +16,9 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from hf_paged.core.allocation import Allocation, NewTokens
 from hf_paged.core.block_table import NO_BLOCK
-from hf_paged.core.cache_manager import Allocation, KVCacheManager, NewTokens
+from hf_paged.core.cache_manager import KVCacheManager
 from hf_paged.core.layer_group import group_layers
 from hf_paged.core.prefix_index import PrefixNode
 from hf_paged.core.sequence import Sequence

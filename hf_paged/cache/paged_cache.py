@@ -13,17 +13,13 @@ from typing import Any, NoReturn
 import torch
 import transformers
 from packaging.version import Version
-from transformers.cache_utils import (
-    Cache,
-    DynamicCache,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-)
+from transformers.cache_utils import Cache, DynamicCache
 
+from hf_paged.cache import dense
 from hf_paged.cache.columns import Columns
 from hf_paged.cache.runtime import PagedRuntime, runtime_of
-from hf_paged.cache.step import CURRENT_STEP, PagedStep, StepInputs, new_tokens
-from hf_paged.core.block_table import NO_BLOCK
+from hf_paged.cache.step import CURRENT_STEP, PagedStep
+from hf_paged.cache.step_inputs import StepInputs, new_tokens
 from hf_paged.core.sequence import Sequence
 from hf_paged.errors import CacheStateError, ConfigurationError, InputMismatchError
 
@@ -210,34 +206,6 @@ class PagedCache(Cache):
             )
         return step.update(key_states, value_states, layer_idx)
 
-    def gather(
-        self, layer: int, key: torch.Tensor, value: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copy a layer's stored K and V into the padded shape.
-
-        Args:
-            layer: index in the model.
-            key: [..., H_kv, *, D] on the device and in the dtype to return.
-            value: [..., H_kv, *, D_v].
-
-        Returns:
-            [B, H_kv, columns, D] and [B, H_kv, columns, D_v], zeros where nothing is stored. The
-            columns are all, or those that the layer's window can still see.
-        """
-        group = self.runtime.group_of_layer[layer]
-        first = self.get_mask_sizes(0, layer)[1]
-        rows, columns, slots = self._stored_slots(group, first)
-        num_columns = self._columns.num_columns - first
-        view = self.runtime.storage.view(layer, key.transpose(1, 2), value.transpose(1, 2))
-        found = self.runtime.backend.gather(view, slots.to(key.device))
-        gathered = []
-        for new, stored in zip((key, value), found, strict=True):
-            shape = (len(self.sequences), num_columns, new.shape[1], new.shape[-1])
-            out = new.new_zeros(shape)
-            out[rows.to(key.device), columns.to(key.device)] = stored
-            gathered.append(out.transpose(1, 2))
-        return gathered[0], gathered[1]
-
     # -- lengths, as transformers asks for them ----------------------------------------------
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -414,23 +382,8 @@ class PagedCache(Cache):
 
         Use it with the attention mask of the same rows; blocks of this cache stay as they are.
         """
-        self._check_usable()
-        full: Any = DynamicLayer  # untyped in transformers
-        dynamic = DynamicCache()
-        dynamic.layer_class_to_replicate = None
-        dynamic.layers = [
-            full() if window is None else DynamicSlidingWindowLayer(sliding_window=window)
-            for window in self.runtime.layout.windows[: self._num_layers]
-        ]
-        if self._sequences is None:
-            return dynamic
-        for layer in range(len(dynamic.layers)):
-            states = self.gather(layer, *self.runtime.storage.empty_states(layer))
-            # Columns behind a window are zeros; the sliding layer drops them itself.
-            hidden = self._columns.num_columns - states[0].shape[2]
-            padded = [torch.nn.functional.pad(state, (0, 0, hidden, 0)) for state in states]
-            dynamic.update(padded[0], padded[1], layer)
-        return dynamic
+        self._check_idle()
+        return dense.to_dynamic_cache(self, self._num_layers or 0)
 
     def release(self) -> None:
         """Give all blocks back now; using the cache afterwards is an error. Idempotent."""
@@ -518,21 +471,3 @@ class PagedCache(Cache):
                     manager.free(sequence)
             self._sequences = selected
             self._columns = self._columns.select(rows)
-
-    def _stored_slots(
-        self, group: int, first_column: int
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return row, column (from ``first_column``) and slot of every stored token."""
-        size = self.runtime.block_size
-        rows, columns, slots = [], [], []
-        for row, sequence in enumerate(self.sequences):
-            table = sequence.tables[group]
-            real = torch.nonzero(self._columns.real[row])[:, 0].tolist()
-            for token, column in enumerate(real[: sequence.num_tokens]):
-                block = table[token // size] if token // size < len(table) else NO_BLOCK
-                if column >= first_column and block != NO_BLOCK:
-                    rows.append(row)
-                    columns.append(column - first_column)
-                    slots.append(block * size + token % size)
-        as_tensor = [torch.tensor(x, dtype=torch.long) for x in (rows, columns, slots)]
-        return as_tensor[0], as_tensor[1], as_tensor[2]

@@ -9,45 +9,26 @@ query heads, H_kv key/value heads, D head dim.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from hf_paged.backends.metadata import AttentionMetadata
+from hf_paged.cache.dense import StoredTokens, find_stored, gather
+from hf_paged.cache.step_inputs import StepInputs, new_tokens
+from hf_paged.core.allocation import Allocation
 from hf_paged.core.block_table import NO_BLOCK
-from hf_paged.core.cache_manager import Allocation, NewTokens
 from hf_paged.errors import CacheStateError, PagedGradientError, UnsupportedModelError
 
 if TYPE_CHECKING:
     from hf_paged.cache.paged_cache import PagedCache
 
-__all__ = ["CURRENT_STEP", "PagedStep", "StepInputs", "new_tokens"]
+__all__ = ["CURRENT_STEP", "PagedStep"]
 
 CURRENT_STEP: ContextVar[PagedStep | None] = ContextVar("current_step", default=None)
 """The forward that this thread is in, if it carries a paged cache."""
-
-
-@dataclass(frozen=True)
-class StepInputs:
-    """What a forward was called with.
-
-    Attributes:
-        input_ids: [B, T], or None if embeddings were given.
-        num_rows: B.
-        num_columns: T.
-        attention_mask: [B, P + T] or None.
-        position_ids: [B, T] or [1, T], or None if the model makes them up.
-    """
-
-    input_ids: torch.Tensor | None
-    num_rows: int
-    num_columns: int
-    attention_mask: torch.Tensor | None
-    position_ids: torch.Tensor | None
 
 
 class PagedStep:
@@ -73,6 +54,8 @@ class PagedStep:
         self._updated: set[int] = set()
         self._awaiting: int | None = None
         self._new_kv: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._returned: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._stored: dict[int, StoredTokens] = {}
         self._on_device: dict[tuple[Any, ...], Any] = {}
         real, hides_past = cache.columns.new_columns(inputs.attention_mask, inputs.num_columns)
         is_dense = bool(real.all())
@@ -125,15 +108,21 @@ class PagedStep:
                 )
         self._updated.add(layer)
         if self.is_paged:
+            self._returned = (key, value)
             self._awaiting = layer
             self._new_kv = (new_key, new_value)
             return key, value
-        past_key, past_value = self.cache.gather(layer, key, value)
+        group = self._runtime.group_of_layer[layer]
+        if group not in self._stored:
+            self._stored[group] = find_stored(self.cache, group)
+        past_key, past_value = gather(self.cache, layer, self._stored[group], key, value)
         return torch.cat([past_key, key], dim=2), torch.cat([past_value, value], dim=2)
 
     def attend(
         self,
         query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
         layer: int,
         *,
         scale: float,
@@ -145,6 +134,8 @@ class PagedStep:
 
         Args:
             query: [B, H, T, D].
+            key: what :meth:`update` returned, the object itself.
+            value: likewise.
             layer: the layer whose :meth:`update` came last.
             scale: see :meth:`AttentionBackend.forward`.
             window: see :meth:`AttentionBackend.forward`.
@@ -159,6 +150,14 @@ class PagedStep:
                 f"attention of layer {layer} ran, but the last K and V stored were those of layer "
                 f"{self._awaiting}: layers that attend to another layer's K and V lack the seam."
             )
+        assert self._returned is not None
+        if key is not self._returned[0] or value is not self._returned[1]:
+            raise UnsupportedModelError(
+                f"layer {layer} attends to K {tuple(key.shape)} and V {tuple(value.shape)} made of "
+                f"what it stored, {tuple(self._returned[0].shape)} and "
+                f"{tuple(self._returned[1].shape)} (a latent, as in MLA): it lacks the seam of "
+                "attention over the cached K and V themselves."
+            )
         group_window = self._group(layer).window
         if group_window is not None and (window is None or window > group_window):
             raise UnsupportedModelError(
@@ -167,6 +166,7 @@ class PagedStep:
             )
         self._awaiting = None
         key, value = self._new_kv
+        self._returned = None
         with torch.no_grad():
             packed = self._pack(query.detach())
             metadata = self._metadata_of(layer, query.device)
@@ -307,71 +307,6 @@ class PagedStep:
             seq_lens_list=seq_lens,
             query_lens_list=query_lens,
         )
-
-
-def new_tokens(
-    cache: PagedCache, inputs: StepInputs, real: torch.Tensor, *, hides_past: bool
-) -> list[NewTokens]:
-    """Return what a forward adds to each row that has a real token, in row order.
-
-    Args:
-        cache: an initialised cache of ``inputs.num_rows`` rows.
-        inputs: the call.
-        real: [B, T] bool, which columns are real.
-        hides_past: whether the mask hides stored tokens: K and V then depend on fewer tokens than
-            the row holds.
-    """
-    sequences = cache.sequences
-    lens: list[int] = real.sum(1).tolist()
-    is_first = all(sequence.num_tokens == 0 for sequence in sequences)
-    version, keep = None, False
-    if inputs.input_ids is not None and not hides_past:
-        version, keep = cache.runtime.version(
-            is_first_forward=is_first, is_prompt=inputs.num_columns > 1
-        )
-    if version is None:
-        return [NewTokens(s, n) for s, n in zip(sequences, lens, strict=True) if n]
-    assert inputs.input_ids is not None
-    has_gap = cache.gaps_behind_windows(real)
-    positions, is_implicit = _positions(cache, inputs, real)
-    if is_implicit:
-        # The model makes up positions from the mask in its own way, but equal tokens in equal
-        # columns get equal ones.
-        version = (version, "columns")
-    ids: list[list[int]] = inputs.input_ids.tolist()
-    if inputs.num_columns == 1:
-        return [
-            NewTokens(s, 1, row, None if gap else row_positions[0], version, keep)
-            for s, n, row, row_positions, gap in zip(
-                sequences, lens, ids, positions, has_gap, strict=True
-            )
-            if n
-        ]
-    result = []
-    for row, (sequence, num_new) in enumerate(zip(sequences, lens, strict=True)):
-        if num_new == 0:
-            continue
-        at = torch.nonzero(real[row])[:, 0].tolist()
-        row_positions = [positions[row][i] for i in at]
-        first: int | None = row_positions[0]
-        consecutive = list(range(row_positions[0], row_positions[0] + num_new))
-        if has_gap[row] or row_positions != consecutive:
-            first = None
-        result.append(NewTokens(sequence, num_new, [ids[row][i] for i in at], first, version, keep))
-    return result
-
-
-def _positions(
-    cache: PagedCache, inputs: StepInputs, real: torch.Tensor
-) -> tuple[Sequence[Sequence[int]], bool]:
-    """Return the positions [B][T], and whether they are columns because none were given."""
-    given, num_past = inputs.position_ids, cache.columns.num_columns
-    if given is not None and given.ndim <= 2:
-        listed: list[list[int]] = given.reshape(-1, given.shape[-1]).tolist()
-        return (listed * inputs.num_rows if len(listed) == 1 else listed), False
-    columns = range(num_past, num_past + inputs.num_columns)
-    is_implicit = given is not None or cache.columns.has_padding or not bool(real.all())
-    return [columns] * inputs.num_rows, is_implicit
 
 
 class _StopGradient(torch.autograd.Function):

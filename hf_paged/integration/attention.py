@@ -77,6 +77,8 @@ def paged_attention(
             )
     out = step.attend(
         query,
+        key,
+        value,
         layer,
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
         window=window_of_marker(attention_mask),

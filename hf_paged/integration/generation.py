@@ -14,7 +14,7 @@ import torch
 
 from hf_paged.cache.paged_cache import PagedCache
 from hf_paged.cache.runtime import PagedRuntime, runtime_of
-from hf_paged.cache.step import StepInputs
+from hf_paged.cache.step_inputs import StepInputs
 from hf_paged.core.scheduler import Call
 
 __all__ = ["PagedGeneration"]

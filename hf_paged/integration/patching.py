@@ -26,7 +26,8 @@ from hf_paged.cache.runtime import (
     register_runtime,
     runtime_of,
 )
-from hf_paged.cache.step import CURRENT_STEP, StepInputs
+from hf_paged.cache.step import CURRENT_STEP
+from hf_paged.cache.step_inputs import StepInputs
 from hf_paged.config import KVMemory, PagedConfig
 from hf_paged.errors import ConfigurationError
 from hf_paged.integration import attention

@@ -10,8 +10,8 @@ from hf_paged.backends.metadata import AttentionMetadata
 from hf_paged.backends.torch_gather import TorchGatherBackend
 from hf_paged.cache.layout import KVLayout
 from hf_paged.cache.storage import KVStorage
+from hf_paged.core.allocation import Allocation
 from hf_paged.core.block_table import NO_BLOCK
-from hf_paged.core.cache_manager import Allocation
 from manager_machine import BLOCK_SIZE, GROUPS, NUM_BLOCKS, WINDOWS, Forward, ManagerMachine
 
 pytestmark = pytest.mark.core_suite

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from forwards import PROMPT, figures, make_manager, new, run, start, table
-from hf_paged.core.cache_manager import NewTokens
+from hf_paged.core.allocation import NewTokens
 from hf_paged.core.prefix_index import BlockKey
 from hf_paged.core.sequence import Sequence
 

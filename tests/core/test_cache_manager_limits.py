@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from forwards import PROMPT, figures, make_manager, new, run, start, table
+from hf_paged.core.allocation import NewTokens
 from hf_paged.core.block_table import NO_BLOCK
-from hf_paged.core.cache_manager import KVCacheManager, NewTokens
+from hf_paged.core.cache_manager import KVCacheManager
 from hf_paged.errors import KVCacheFullError
 
 pytestmark = pytest.mark.core_suite

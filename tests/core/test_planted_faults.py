@@ -12,8 +12,9 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
+from hf_paged.core.allocation import Allocation, AllocationPlanner
 from hf_paged.core.block_pool import BlockPool
-from hf_paged.core.cache_manager import Allocation, KVCacheManager
+from hf_paged.core.cache_manager import KVCacheManager
 from manager_machine import DictMachine
 
 pytestmark = pytest.mark.core_suite
@@ -57,7 +58,7 @@ def test_free_of_a_shared_block_is_caught(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_write_to_a_shared_block_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """A writer does not make its copy."""
-    monkeypatch.setattr(KVCacheManager, "_is_writable", lambda *args, **kwargs: True)
+    monkeypatch.setattr(AllocationPlanner, "is_writable", lambda *args, **kwargs: True)
     with pytest.raises(AssertionError):
         run_machine()
 
