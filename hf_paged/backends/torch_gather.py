@@ -31,14 +31,14 @@ class _DecodePlan:
         cache_rows: [B * H_kv * W] int64, rows of the cache seen as [num_blocks * H_kv, -1].
         num_entries: W, blocks gathered for each row.
         mask: [B, 1, 1, W * block_size] bool, True where a token is visible; None: everywhere.
-        last_entry: [B] int64, which gathered block is the last one that holds tokens.
-        unfilled: [B, 1, block_size, 1] bool, its slots that hold none; None: all hold one.
+        last_rows: [B * H_kv] int64, the gathered rows of each sequence's last block.
+        unfilled: [B * H_kv, block_size, 1] bool, their slots that hold no token; None: all do.
     """
 
     cache_rows: torch.Tensor
     num_entries: int
     mask: torch.Tensor | None
-    last_entry: torch.Tensor
+    last_rows: torch.Tensor
     unfilled: torch.Tensor | None
 
 
@@ -160,12 +160,10 @@ class TorchGatherBackend(AttentionBackend):
         buffer = self._buffer(name, cache, num_rows * block_size * head_dim)
         rows = buffer.view(num_rows, block_size * head_dim)
         torch.index_select(cache.view(-1, block_size * head_dim), 0, plan.cache_rows, out=rows)
-        blocks = rows.view(-1, num_heads, plan.num_entries, block_size, head_dim)
         if plan.unfilled is not None:
-            at = torch.arange(blocks.shape[0], device=cache.device)
-            last = blocks[at, :, plan.last_entry]
-            blocks[at, :, plan.last_entry] = last.masked_fill_(plan.unfilled, 0)
-        return blocks.flatten(2, 3)
+            last = rows.index_select(0, plan.last_rows).view(-1, block_size, head_dim)
+            rows.index_copy_(0, plan.last_rows, last.masked_fill_(plan.unfilled, 0).flatten(1))
+        return rows.view(-1, num_heads, plan.num_entries * block_size, head_dim)
 
     def _buffer(self, name: str, like: torch.Tensor, num_elements: int) -> torch.Tensor:
         key = f"{name} {like.device} {like.dtype}"
@@ -224,13 +222,14 @@ def _plan_decode(metadata: AttentionMetadata, window: int | None, num_heads: int
         visible &= at >= (lens - window)[:, None]
     is_full = bool((lens % size == 0).all())
     offsets = torch.arange(size, device=device)
-    unfilled = offsets > ((lens - 1) % size)[:, None]
+    unfilled = (offsets > ((lens - 1) % size)[:, None]).repeat_interleave(num_heads, 0)
+    first_rows = torch.arange(lens.shape[0] * num_heads, device=device) * num_entries
     return _DecodePlan(
         cache_rows,
         num_entries,
         None if bool(visible.all()) else visible[:, None, None, :],
-        last_entry,
-        None if is_full else unfilled[:, None, :, None],
+        first_rows + last_entry.repeat_interleave(num_heads),
+        None if is_full else unfilled[:, :, None],
     )
 
 
