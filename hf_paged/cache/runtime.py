@@ -247,12 +247,14 @@ def _choose_num_blocks(config: PagedConfig, bytes_per_block: int, device: torch.
     else:
         free = num_free_bytes(device)
         kv_memory = 0.5 if config.kv_memory is None else config.kv_memory
-        num_blocks = parse_kv_memory(kv_memory, num_free_bytes=free) // bytes_per_block
+        num_bytes = parse_kv_memory(kv_memory, num_free_bytes=free)
+        num_blocks = num_bytes // bytes_per_block - 1  # the null block is inside the limit
         asked = f"kv_memory={config.kv_memory!r}"
         if num_blocks < 1:
             raise ConfigurationError(
-                f"{asked} holds no block: expected at least {bytes_per_block} bytes (one block), "
-                f"{free} bytes are free; raise kv_memory or lower block_size."
+                f"{asked} holds no block: expected at least {2 * bytes_per_block} bytes (one "
+                f"block and the null block), {free} bytes are free; raise kv_memory or lower "
+                "block_size."
             )
     total = num_total_bytes(device)
     if num_blocks * bytes_per_block > total:

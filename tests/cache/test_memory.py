@@ -166,12 +166,12 @@ def make_runtime(**arguments: Any) -> PagedRuntime:
     ("arguments", "num_blocks"),
     [
         (dict(num_blocks=7), 7),
-        (dict(kv_memory=10 * BYTES_PER_BLOCK), 10),
-        (dict(kv_memory=11 * BYTES_PER_BLOCK - 1), 10),
-        (dict(kv_memory=BYTES_PER_BLOCK), 1),
-        (dict(kv_memory="1MiB"), 2**20 // BYTES_PER_BLOCK),
-        (dict(kv_memory=0.25), 2 * GIB // BYTES_PER_BLOCK),
-        (dict(), 4 * GIB // BYTES_PER_BLOCK),
+        (dict(kv_memory=10 * BYTES_PER_BLOCK), 9),
+        (dict(kv_memory=11 * BYTES_PER_BLOCK - 1), 9),
+        (dict(kv_memory=2 * BYTES_PER_BLOCK), 1),
+        (dict(kv_memory="1MiB"), 2**20 // BYTES_PER_BLOCK - 1),
+        (dict(kv_memory=0.25), 2 * GIB // BYTES_PER_BLOCK - 1),
+        (dict(), 4 * GIB // BYTES_PER_BLOCK - 1),
     ],
     ids=str,
 )
@@ -192,7 +192,7 @@ def test_blocks_of_a_limit(
 
 @pytest.mark.parametrize(
     "arguments",
-    [dict(kv_memory=BYTES_PER_BLOCK - 1), dict(kv_memory="1"), dict(kv_memory=1e-12)],
+    [dict(kv_memory=2 * BYTES_PER_BLOCK - 1), dict(kv_memory="1"), dict(kv_memory=1e-12)],
     ids=str,
 )
 def test_a_limit_that_holds_no_block_is_refused(arguments: dict[str, Any]) -> None:
@@ -200,7 +200,7 @@ def test_a_limit_that_holds_no_block_is_refused(arguments: dict[str, Any]) -> No
         make_runtime(**arguments)
     message = str(raised.value)
     assert f"kv_memory={arguments['kv_memory']!r} holds no block" in message
-    assert f"at least {BYTES_PER_BLOCK} bytes" in message
+    assert f"at least {2 * BYTES_PER_BLOCK} bytes" in message
     assert re.search(r"\d+ bytes are free; raise kv_memory or lower block_size", message)
 
 

@@ -121,7 +121,7 @@ def test_kv_memory_limits_the_pool(kv_memory: Any) -> None:
     assert stats.bytes_per_block == 2 * 2 * 8 * 4 * 16 * 4  # K, V, heads, D, fp32, tokens, layers
     if not isinstance(kv_memory, float):
         size = 2 << 20 if kv_memory == "2MiB" else 2_000_000
-        assert stats.num_blocks == size // stats.bytes_per_block
+        assert size - stats.bytes_per_block < stats.capacity_bytes <= size
     hf_paged.unpatch(model)
 
 
