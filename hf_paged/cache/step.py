@@ -1,7 +1,7 @@
 """One forward over a paged cache: from the inputs of the call to the attention of each layer.
 
-    begin ─▶ (update ─▶ attend) for each layer ─▶ commit
-      │                  any exception ─▶ rollback
+    PagedStep() ─▶ (update ─▶ attend) for each layer ─▶ commit
+         │                any exception ─▶ rollback
 
 Dimensions: B rows, T columns of this forward, P columns before it, N new tokens that are real, H
 query heads, H_kv key/value heads, D head dim.
@@ -32,7 +32,9 @@ CURRENT_STEP: ContextVar[PagedStep | None] = ContextVar("current_step", default=
 
 
 class PagedStep:
-    """A forward in progress; made by :meth:`begin`, ended by :meth:`commit` or :meth:`rollback`.
+    """A forward in progress; reserves its blocks when made.
+
+    Ended by :meth:`commit` or :meth:`rollback`.
 
     Attributes:
         cache: the cache that the call carries.
@@ -116,6 +118,11 @@ class PagedStep:
         if group not in self._stored:
             self._stored[group] = find_stored(self.cache, group)
         past_key, past_value = gather(self.cache, layer, self._stored[group], key, value)
+        if torch.is_grad_enabled() and key.requires_grad and past_key.shape[2]:
+            past_key, past_value = (
+                _StopGradient.apply(past, key)  # type: ignore[no-untyped-call]
+                for past in (past_key, past_value)
+            )
         return torch.cat([past_key, key], dim=2), torch.cat([past_value, value], dim=2)
 
     def attend(
@@ -232,8 +239,14 @@ class PagedStep:
         runtime = self._runtime
         if runtime.storage.fits(layer, key, value):
             return
+        if self._updated:
+            raise UnsupportedModelError(
+                f"layer {layer} stores {key.dtype} with heads {tuple(key.shape[-2:])}, another one "
+                "in this forward something else: expected the same number and size of heads in "
+                "every layer."
+            )
         with runtime.lock:
-            if self._updated or runtime.manager.num_stored_sequences:
+            if runtime.manager.num_stored_sequences:
                 raise CacheStateError(
                     f"keys of layer {layer} are {key.dtype} with heads {tuple(key.shape[-2:])}, "
                     "but caches made with another dtype or shape are in use; release them first."

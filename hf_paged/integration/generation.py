@@ -27,6 +27,7 @@ _SIZED_BY_FAMILY = ("hybrid", "sliding_window", "hybrid_chunked")
 class _Generation:
     """One ``generate()`` of a patched model."""
 
+    runtime: PagedRuntime
     names_cache: bool
     call: Call | None = None
     token: Token[Call | None] | None = None
@@ -43,7 +44,10 @@ class PagedGeneration:
         """Generate as transformers does, from the pool; see ``GenerationMixin.generate``."""
         given = kwargs.get("generation_config") or (args[1] if len(args) > 1 else None)
         named = kwargs.get("cache_implementation") or getattr(given, "cache_implementation", None)
-        generation = _Generation(names_cache=named is not None)
+        generation = _Generation(
+            runtime_of(self),  # type: ignore[arg-type]
+            names_cache=named is not None,
+        )
         token = _current.set(generation)
         result: Any = None
         try:
@@ -56,9 +60,8 @@ class PagedGeneration:
                 if cache is not returned:
                     cache.release()
             if generation.call is not None and generation.token is not None:
-                runtime = runtime_of(self)  # type: ignore[arg-type]
-                runtime.current_call.reset(generation.token)
-                runtime.scheduler.finish(generation.call)
+                generation.runtime.current_call.reset(generation.token)
+                generation.runtime.scheduler.finish(generation.call)
 
     def _prepare_cache_for_generation(
         self,
@@ -68,7 +71,6 @@ class PagedGeneration:
         batch_size: int,
         max_cache_length: int,
     ) -> Any:
-        runtime = runtime_of(self)  # type: ignore[arg-type]
         generation = _current.get()
         name = self._hf_paged_cache_name  # type: ignore[attr-defined]
         if generation is not None and _wants_paging(generation, generation_config):
@@ -77,10 +79,10 @@ class PagedGeneration:
                 generation.caches.append(model_kwargs[name])
                 if generation_config.is_assistant:
                     model_kwargs[name].activate_past_recording()
-                _admit(runtime, generation, generation_config, batch_size, max_cache_length)
+                _admit(generation, generation_config, batch_size, max_cache_length)
                 return None
             if isinstance(model_kwargs[name], PagedCache):
-                _admit(runtime, generation, generation_config, batch_size, max_cache_length)
+                _admit(generation, generation_config, batch_size, max_cache_length)
         return super()._prepare_cache_for_generation(  # type: ignore[misc]
             generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
         )
@@ -122,15 +124,12 @@ def _wants_paging(generation: _Generation, generation_config: Any) -> bool:
 
 
 def _admit(
-    runtime: PagedRuntime,
-    generation: _Generation,
-    generation_config: Any,
-    batch_size: int,
-    max_cache_length: int,
+    generation: _Generation, generation_config: Any, batch_size: int, max_cache_length: int
 ) -> None:
     """Wait for this call's turn; its worst case is every row grown to the maximal length."""
     if generation.call is not None:
         return
+    runtime = generation.runtime
     num_rows = batch_size * max(generation_config.num_beams, generation_config.num_return_sequences)
     num_blocks = num_rows * runtime.manager.num_blocks_at_most(max_cache_length + 1)
     generation.call = runtime.scheduler.admit(num_blocks)

@@ -229,3 +229,14 @@ def test_a_plain_call_inside_a_paged_one_is_plain(model: PreTrainedModel) -> Non
         assert cache.seq_lens == [9, 9]
     torch.testing.assert_close(outer, expected, rtol=1e-4, atol=1e-4)
     assert torch.equal(inner[0], expected)
+
+
+def test_backward_into_tokens_that_are_stored_is_an_error_in_train_mode_too() -> None:
+    """train() attends by the model's own code; the past it gathers carries no gradient."""
+    model, ids = build("llama"), ragged_batch((9, 9)).ids
+    with patched(model), hf_paged.PagedCache(model) as cache:
+        model.train()
+        model(ids, past_key_values=cache)
+        logits = model(ids[:, :1], past_key_values=cache).logits
+        with pytest.raises(PagedGradientError, match="use_cache=False"):
+            logits.sum().backward()
