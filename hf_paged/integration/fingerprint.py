@@ -8,7 +8,10 @@ flip of a whole tensor or two rows that trade places.
 
 from __future__ import annotations
 
+import inspect
+import itertools
 import logging
+import types
 import weakref
 from collections.abc import Hashable, Iterator
 from functools import partial
@@ -29,6 +32,9 @@ _DYNAMIC_ROPE = ("dynamic", "longrope")
 _CHUNK_ELEMENTS = 1 << 20
 _TORCH_ATTRIBUTES = frozenset(torch.nn.Module().__dict__)
 _NOT_PLAIN = "(an object)"
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, partial)
+_serials: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+_next_serial = itertools.count()
 
 
 class ModelComputation:
@@ -72,10 +78,15 @@ class ModelComputation:
         if device_type != "meta":  # weights that accelerate offloaded are met below
             digest.update(f"{torch.is_autocast_enabled(device_type)}".encode())
             digest.update(f"{torch.get_autocast_dtype(device_type)}".encode())
+        classes: dict[type, None] = {}
         for name, module in base.named_modules():
-            digest.update(f"{name} {type(module)} {list(_settings(module))}".encode())
+            cls = getattr(type(module), "_hf_paged_original_class", type(module))
+            classes[cls] = None
+            digest.update(f"{name} {_serial(cls)} {list(_settings(module))}".encode())
+        digest.update(f"{[list(_code(cls)) for cls in classes]}".encode())
         seen: set[tuple[int, int]] = set()
-        for name, tensor in (*base.named_parameters(), *base.named_buffers()):
+        tensors = (*base.named_parameters(), *base.named_buffers(), *_tensor_attributes(base))
+        for name, tensor in tensors:
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
             try:
                 if (place := (tensor.data_ptr(), tensor.nbytes)) not in seen:
@@ -113,6 +124,34 @@ def _update(digest: Any, tensor: torch.Tensor) -> None:
         digest.update(torch.stack(sums).cpu().numpy().tobytes())
 
 
+def _serial(thing: Any) -> int | None:
+    """Return a number that no other class or function has, now or later; an id may come again."""
+    try:
+        return _serials.setdefault(thing, next(_next_serial))
+    except TypeError:  # no weak references
+        return None
+
+
+def _code(cls: type) -> Iterator[int | None]:
+    """Yield what a class's forward runs: itself and the functions of its module that it names."""
+    forward: Any = getattr(cls, "forward", None)
+    yield _serial(forward)
+    function = inspect.unwrap(forward)
+    names = getattr(getattr(function, "__code__", None), "co_names", ())
+    for name in names:
+        called = function.__globals__.get(name)
+        if isinstance(called, _FUNCTIONS):
+            yield _serial(called)
+
+
+def _tensor_attributes(base: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield tensors that are neither parameters nor buffers."""
+    for prefix, module in base.named_modules():
+        for name, value in module.__dict__.items():
+            if isinstance(value, torch.Tensor):
+                yield f"{prefix}.{name}", value
+
+
 def _settings(module: torch.nn.Module) -> Iterator[tuple[str, object]]:
     """Yield the plain attributes of a module: scales, windows, active adapters, ..."""
     for name, value in module.__dict__.items():
@@ -126,6 +165,8 @@ def _plain(value: object) -> object:
     """Return a value that prints the same whenever it is equal, or _NOT_PLAIN."""
     if value is None or isinstance(value, (bool, int, float, str, torch.dtype)):
         return value
+    if isinstance(value, _FUNCTIONS):
+        return _serial(value)
     if isinstance(value, dict):
         return [(_plain(k), _plain(v)) for k, v in value.items()]
     if isinstance(value, (list, tuple)):

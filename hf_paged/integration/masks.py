@@ -29,8 +29,8 @@ _UNRECOGNISED = object()
 def paged_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
     """Return a marker for the attention pattern; registered with transformers as a mask function.
 
-    Raises:
-        UnsupportedModelError: an unusual mask after a marker was given to other layers.
+    An unusual mask after a marker was given out gets one that no layer may use: Qwen2-MoE asks for
+    a mask with a window of 0 beside the causal one, and its layers take the causal one.
     """
     step = CURRENT_STEP.get()
     assert step is not None, "the paged mask function is reachable only from a paged forward"
@@ -39,10 +39,7 @@ def paged_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
         step.masks_issued = True
         return _marker(window, kwargs.get("device"))
     if step.masks_issued:
-        raise UnsupportedModelError(
-            "the model mixes plain causal masks with one that is none "
-            f"({kwargs['mask_function']}) in one forward: expected causal or sliding masks only."
-        )
+        return torch.empty((1, 1, 0, 0), dtype=torch.int8, device=kwargs.get("device"))
     logger.info("unusual attention mask: this forward runs the model's own attention")
     step.is_paged = False
     functions: dict[str, Any] = ALL_MASK_ATTENTION_FUNCTIONS._global_mapping
@@ -57,7 +54,16 @@ def is_marker(mask: object) -> bool:
 
 
 def window_of_marker(mask: torch.Tensor) -> int | None:
-    """Return the window that a marker spells, None for full causal attention."""
+    """Return the window that a marker spells, None for full causal attention.
+
+    Raises:
+        UnsupportedModelError: the mask is an unusual one among markers.
+    """
+    if mask.dtype != torch.bool:
+        raise UnsupportedModelError(
+            "the model mixes plain causal masks with one that is none in one forward: expected "
+            "causal or sliding masks only."
+        )
     return mask.shape[3] or None
 
 

@@ -100,6 +100,16 @@ def find_seams(model: torch.nn.Module) -> ModelSeams:
         raise _missing(name, "attention modules with layer_idx and config", "")
     if not all(getattr(attention, "is_causal", False) for attention in attentions):
         raise _missing(name, "causal attention in every layer (is_causal)", "")
+    layer_types = set(getattr(config, "layer_types", None) or ())
+    if "chunked_attention" in layer_types and len(layer_types) > 1:
+        # Which mask is made first, and so whether the others are markers, goes by a set's order.
+        raise _missing(name, "full or sliding attention in every layer", "some layers go by chunks")
+    if any(hasattr(attention, "kv_b_proj") for attention in attentions):
+        raise _missing(
+            name,
+            "a cache of the K and V that attention uses",
+            "multi-head latent attention makes them of a latent",
+        )
     if any(attention.config is not base.config for attention in attentions):
         raise _missing(name, "one config object that all attention modules read", "")
     layer_ids = [attention.layer_idx for attention in attentions]

@@ -9,6 +9,7 @@ import torch
 
 from hf_paged.cache.runtime import runtime_of
 from hf_paged.cache.stats import KVCacheStats
+from hf_paged.errors import ConfigurationError
 
 __all__ = ["clear_prefix_cache", "prefix_scope", "reset_stats", "stats", "trim"]
 
@@ -58,9 +59,15 @@ def prefix_scope(model: torch.nn.Module, scope: Hashable) -> Iterator[None]:
         scope: equal scopes share prefixes; a tenant's name, say.
 
     Raises:
-        ConfigurationError: the model is not patched.
+        ConfigurationError: the model is not patched, or ``scope`` has no hash.
     """
     variable = runtime_of(model).scope
+    try:
+        hash(scope)
+    except TypeError as error:
+        raise ConfigurationError(
+            f"scope is a {type(scope).__name__}, which has no hash: expected e.g. a str."
+        ) from error
     token = variable.set(scope)
     try:
         yield
