@@ -20,6 +20,7 @@ from hf_paged.cache.columns import Columns
 from hf_paged.cache.runtime import PagedRuntime, runtime_of
 from hf_paged.cache.step import CURRENT_STEP, PagedStep
 from hf_paged.cache.step_inputs import StepInputs, new_tokens
+from hf_paged.core.interrupts import whole
 from hf_paged.core.sequence import Sequence
 from hf_paged.errors import CacheStateError, ConfigurationError, InputMismatchError
 
@@ -164,6 +165,7 @@ class PagedCache(Cache):
             if self._columns.num_columns == 0:
                 self._close_rows()
 
+    @whole
     def check_prompt(self, inputs: StepInputs) -> None:
         """Raise now what a prompt given in several forwards would raise in one of them.
 
@@ -291,6 +293,7 @@ class PagedCache(Cache):
         """Repeat each row ``repeats`` times; the copies share every block."""
         self._select([row for row in range(len(self.sequences)) for _ in range(repeats)])
 
+    @whole
     def crop(self, tokens_to_remove: int | None = None, max_length: int | None = None) -> None:
         """Forget the last columns; a block is freed only when it is empty.
 
@@ -341,6 +344,7 @@ class PagedCache(Cache):
         """Whether a layer keeps tokens behind its window until :meth:`crop`."""
         return self._is_recording and self.is_sliding[layer_idx]
 
+    @whole
     def reset(self) -> None:
         """Forget everything; the cache can be used again, with any number of rows."""
         self._check_idle()
@@ -348,6 +352,7 @@ class PagedCache(Cache):
 
     # -- life --------------------------------------------------------------------------------
 
+    @whole
     def fork(self) -> PagedCache:
         """Return an independent cache with the same tokens; copies tables, no K or V."""
         self._check_idle()
@@ -385,6 +390,7 @@ class PagedCache(Cache):
         self._check_idle()
         return dense.to_dynamic_cache(self, self._num_layers or 0)
 
+    @whole
     def release(self) -> None:
         """Give all blocks back now; using the cache afterwards is an error. Idempotent."""
         if not self._is_released:
@@ -430,6 +436,7 @@ class PagedCache(Cache):
                 "release() before it has ended."
             )
 
+    @whole
     def _open_rows(self, num_rows: int) -> None:
         if self._sequences is None:
             with self.runtime.lock:
@@ -441,6 +448,7 @@ class PagedCache(Cache):
                 "expected the same number; use batch_select_indices() or a new cache."
             )
 
+    @whole
     def _close_rows(self) -> None:
         with self.runtime.lock:
             for sequence in self._sequences or []:
@@ -449,6 +457,7 @@ class PagedCache(Cache):
             self._columns = Columns(0)
             self._num_layers = None
 
+    @whole
     def _select(self, rows: list[int]) -> None:
         self._check_idle()
         sequences = self._sequences

@@ -18,6 +18,7 @@ from hf_paged.cache.stats import KVCacheStats
 from hf_paged.cache.storage import KVStorage
 from hf_paged.config import PagedConfig, parse_kv_memory
 from hf_paged.core.cache_manager import KVCacheManager
+from hf_paged.core.interrupts import whole
 from hf_paged.core.scheduler import Call, Scheduler
 from hf_paged.core.sequence import Sequence
 from hf_paged.errors import ConfigurationError
@@ -108,6 +109,7 @@ class PagedRuntime:
         """Have ``sequences`` freed soon; safe inside a garbage collection."""
         self._garbage.append(sequences)
 
+    @whole
     def reclaim(self) -> None:
         """Free what :meth:`discard` collected; the lock must be held."""
         while self._garbage:
@@ -141,6 +143,7 @@ class PagedRuntime:
             call.version, call.keep = version, keep
         return version, keep
 
+    @whole
     def stats(self) -> KVCacheStats:
         """Return the figures of this moment."""
         with self.lock:
@@ -167,24 +170,28 @@ class PagedRuntime:
                 backend=self.backend.name,
             )
 
+    @whole
     def reset_stats(self) -> None:
         """Set peaks to what is used now and counters to 0."""
         with self.lock:
             self.reclaim()
             self.manager.reset_stats()
 
+    @whole
     def clear_prefix_cache(self) -> None:
         """Drop cached blocks; used ones stay."""
         with self.lock:
             self.reclaim()
             self.manager.clear_cached()
 
+    @whole
     def trim(self) -> None:
         """Give the memory of free blocks and of scratch buffers back to the system."""
         with self.lock:
             self.reclaim()
             self.storage.trim(self.manager.pool.free_blocks())
 
+    @whole
     def close(self) -> None:
         """Give back all memory; caches that still live answer with an error from now on."""
         with self.lock:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from hf_paged.core.interrupts import interruptible, whole
 from hf_paged.errors import KVCacheFullError
 
 __all__ = ["Call", "Scheduler"]
@@ -78,12 +79,14 @@ class Scheduler:
             self._calls.append(call)
             return call
 
+    @whole
     def finish(self, call: Call) -> None:
         """End a call; those that wait look again."""
         with self.lock:
             self._calls.remove(call)
             self.lock.notify_all()
 
+    @whole
     def allocate(self, attempt: Callable[[], T]) -> T:
         """Return ``attempt()``, tried again each time another thread's call has ended.
 
@@ -109,7 +112,8 @@ class Scheduler:
         me = threading.get_ident()
         self._waiting.add(me)
         try:
-            self.lock.wait(_POLL_SECONDS)
+            with interruptible():
+                self.lock.wait(_POLL_SECONDS)
         finally:
             self._waiting.discard(me)
         return True

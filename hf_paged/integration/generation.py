@@ -15,6 +15,7 @@ import torch
 from hf_paged.cache.paged_cache import PagedCache
 from hf_paged.cache.runtime import PagedRuntime, runtime_of
 from hf_paged.cache.step_inputs import StepInputs
+from hf_paged.core.interrupts import interruptible, uninterrupted, whole
 from hf_paged.core.scheduler import Call
 
 __all__ = ["PagedGeneration"]
@@ -48,20 +49,22 @@ class PagedGeneration:
             runtime_of(self),  # type: ignore[arg-type]
             names_cache=named is not None,
         )
-        token = _current.set(generation)
         result: Any = None
-        try:
-            result = super().generate(*args, **kwargs)  # type: ignore[misc]
-            return result
-        finally:
-            _current.reset(token)
-            returned = getattr(result, self._hf_paged_cache_name, None)  # type: ignore[attr-defined]
-            for cache in generation.caches:
-                if cache is not returned:
-                    cache.release()
-            if generation.call is not None and generation.token is not None:
-                generation.runtime.current_call.reset(generation.token)
-                generation.runtime.scheduler.finish(generation.call)
+        with uninterrupted():
+            token = _current.set(generation)
+            try:
+                with interruptible():
+                    result = super().generate(*args, **kwargs)  # type: ignore[misc]
+            finally:
+                _current.reset(token)
+                returned = getattr(result, self._hf_paged_cache_name, None)  # type: ignore[attr-defined]
+                for cache in generation.caches:
+                    if cache is not returned:
+                        cache.release()
+                if generation.call is not None and generation.token is not None:
+                    generation.runtime.current_call.reset(generation.token)
+                    generation.runtime.scheduler.finish(generation.call)
+        return result
 
     def _prepare_cache_for_generation(
         self,
@@ -75,8 +78,9 @@ class PagedGeneration:
         name = self._hf_paged_cache_name  # type: ignore[attr-defined]
         if generation is not None and _wants_paging(generation, generation_config):
             if model_kwargs.get(name) is None:
-                model_kwargs[name] = PagedCache(self)  # type: ignore[arg-type]
-                generation.caches.append(model_kwargs[name])
+                with uninterrupted():
+                    model_kwargs[name] = PagedCache(self)  # type: ignore[arg-type]
+                    generation.caches.append(model_kwargs[name])
                 if generation_config.is_assistant:
                     model_kwargs[name].activate_past_recording()
                 _admit(generation, generation_config, batch_size, max_cache_length)
@@ -123,6 +127,7 @@ def _wants_paging(generation: _Generation, generation_config: Any) -> bool:
     return generation_config.cache_implementation in (None, *_SIZED_BY_FAMILY)
 
 
+@whole
 def _admit(
     generation: _Generation, generation_config: Any, batch_size: int, max_cache_length: int
 ) -> None:

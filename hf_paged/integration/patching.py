@@ -29,6 +29,7 @@ from hf_paged.cache.runtime import (
 from hf_paged.cache.step import CURRENT_STEP
 from hf_paged.cache.step_inputs import StepInputs
 from hf_paged.config import KVMemory, PagedConfig
+from hf_paged.core.interrupts import interruptible, uninterrupted
 from hf_paged.errors import ConfigurationError
 from hf_paged.integration import attention
 from hf_paged.integration.config_view import config_view
@@ -247,18 +248,17 @@ def _run_paged(
 ) -> Any:
     """Run a forward as one transaction on ``cache``."""
     inputs, has_plain_mask = _step_inputs(arguments)
-    step = cache.begin_forward(
-        inputs,
-        base.config.num_hidden_layers,
-        is_paged=has_plain_mask and not base.training and not _wants_weights(base, arguments),
-    )
-    is_complete = False
-    try:
-        result = _run(step, forward, args, kwargs)
-        is_complete = True
-        return result
-    finally:
-        cache.end_forward(step, is_complete=is_complete)
+    is_paged = has_plain_mask and not base.training and not _wants_weights(base, arguments)
+    with uninterrupted():
+        step = cache.begin_forward(inputs, base.config.num_hidden_layers, is_paged=is_paged)
+        is_complete = False
+        try:
+            with interruptible():
+                result = _run(step, forward, args, kwargs)
+            is_complete = True
+        finally:
+            cache.end_forward(step, is_complete=is_complete)
+    return result
 
 
 def _step_inputs(arguments: dict[str, Any]) -> tuple[StepInputs, bool]:
