@@ -309,12 +309,14 @@ class PagedCache(Cache):
         self._check_idle()
         number = tokens_to_remove if tokens_to_remove is not None else max_length
         num_columns = self._columns.num_columns
-        if number is None:
-            raise ConfigurationError("crop() needs tokens_to_remove, e.g. -1; got nothing.")
+        if not isinstance(number, int):
+            raise ConfigurationError(
+                f"crop({number!r}): expected a negative integer, the columns to remove, or 0."
+            )
         if number > 0 and not _CROP_TAKES_LENGTHS:
             raise ValueError(
-                f"crop({number}): expected a negative number, the columns to remove; to keep "
-                f"{number} of {num_columns} pass {number - num_columns}."
+                f"crop({number}): expected a negative integer, the columns to remove, or 0; the "
+                f"cache has {num_columns} columns."
             )
         keep = min(number, num_columns) if number > 0 else num_columns + number
         if keep < 0:
@@ -445,7 +447,8 @@ class PagedCache(Cache):
         elif len(self._sequences) != num_rows:
             raise InputMismatchError(
                 f"the cache holds {len(self._sequences)} rows, the inputs have {num_rows}: "
-                "expected the same number; use batch_select_indices() or a new cache."
+                "expected the same number; use a new cache, batch_select_indices(), or for beams "
+                "and return sequences batch_repeat_interleave()."
             )
 
     @whole

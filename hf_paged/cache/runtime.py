@@ -230,8 +230,8 @@ def runtime_of(model: torch.nn.Module) -> PagedRuntime:
     runtime = find_runtime(model)
     if runtime is None:
         raise ConfigurationError(
-            f"model is not patched: expected a model that hf_paged.patch() returned, got "
-            f"{type(model).__name__}; call hf_paged.patch(model) first."
+            f"model is not patched: expected a model (not its config) that hf_paged.patch() "
+            f"returned, got {type(model).__name__}; call hf_paged.patch(model) first."
         )
     return runtime
 

@@ -348,11 +348,15 @@ class KVCacheManager:
     def _full_error(self, needed: list[int], occasion: str) -> KVCacheFullError:
         available = self.pool.num_available
         fit = sum(count <= available for count in needed)
+        smaller = "pass fewer rows (prompts x beams) at a time"
+        if len(needed) == 1:
+            smaller = "shorten the prompt"
         return KVCacheFullError(
-            f"the KV cache is full at {occasion}: {needed[-1]} blocks needed, {available} "
-            f"available of {self.pool.num_blocks} (block_size {self.block_size}); the first {fit} "
-            f"of {len(needed)} rows would fit. Patch with a larger kv_memory= or num_blocks=, pass "
-            "fewer rows at a time, or release caches that are no longer needed.",
+            f"the KV cache is full at {occasion}: {needed[-1]} more blocks needed, {available} "
+            f"available of {self.pool.num_blocks}, {self.pool.num_used} in use (block_size "
+            f"{self.block_size}); {fit} of {len(needed)} rows would fit. Patch with num_blocks="
+            f"{self.pool.num_used + needed[-1]} or more, or a kv_memory= to match, {smaller}, or "
+            "release caches that are no longer needed.",
             num_needed_blocks=needed[-1],
             num_available_blocks=available,
             num_rows=len(needed),

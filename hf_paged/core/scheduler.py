@@ -62,6 +62,11 @@ class Scheduler:
         self._calls: list[Call] = []
         self._waiting: set[int] = set()
 
+    @property
+    def num_calls(self) -> int:
+        """Calls that are running."""
+        return len(self._calls)
+
     def admit(self, num_reserved_blocks: int) -> Call:
         """Start a call, after waiting for calls of other threads if it does not fit beside them.
 

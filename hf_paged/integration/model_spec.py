@@ -75,9 +75,11 @@ def find_seams(model: torch.nn.Module) -> ModelSeams:
         UnsupportedModelError: a seam is missing; the message names it.
     """
     if not isinstance(model, PreTrainedModel):
+        inside = next((n for n in ("_orig_mod", "module", "model") if hasattr(model, n)), None)
         raise UnsupportedModelError(
             f"model is a {type(model).__name__}: expected a transformers causal LM such as "
-            "AutoModelForCausalLM.from_pretrained(...) returns, or a PEFT wrapper around one."
+            "AutoModelForCausalLM.from_pretrained(...) returns, or a PEFT wrapper around one"
+            f"{f'; patch its .{inside}' if inside else ''}."
         )
     name = type(model).__name__
     config = model.config.get_text_config(decoder=True)
@@ -85,8 +87,9 @@ def find_seams(model: torch.nn.Module) -> ModelSeams:
     if spec is not None and spec.unsupported is not None:
         raise UnsupportedModelError(f"{name} cannot be paged: {spec.unsupported}.")
     if model.config.is_encoder_decoder or not model.can_generate():
-        raise _missing(
-            name, "a causal LM's generate()", "encoders, encoder-decoders and headless models"
+        raise UnsupportedModelError(
+            f"{name} has no generate() of a causal LM (encoders, encoder-decoders and headless "
+            "models have none): load the model with AutoModelForCausalLM and patch that."
         )
     if getattr(config, "add_cross_attention", False):
         raise _missing(name, "a cache of self-attention alone", "models with cross-attention")

@@ -132,9 +132,14 @@ def unpatch(model: ModelT) -> ModelT:
         The same object.
 
     Raises:
-        ConfigurationError: the model is not patched.
+        ConfigurationError: the model is not patched, or a ``generate()`` of it is running.
     """
     runtime = runtime_of(model)
+    if runtime.scheduler.num_calls:
+        raise ConfigurationError(
+            f"unpatch() while {runtime.scheduler.num_calls} generate() calls are running: wait for "
+            "them to end first."
+        )
     target: Any = inner_model(model)
     register_runtime(target, None)
     runtime.close()
@@ -185,8 +190,8 @@ def _paged_base_class(seams: ModelSeams, runtime: PagedRuntime) -> type:
                 return _run(None, own_forward, args, kwargs)
             if cache.runtime is not runtime:
                 raise ConfigurationError(
-                    "the cache belongs to another model: expected one made by "
-                    f"hf_paged.PagedCache() of this {cls.__name__}'s model."
+                    "the cache was made for another model: expected one made by "
+                    "hf_paged.PagedCache(this_model)."
                 )
             return _run_paged(self, cache, arguments, own_forward, args, kwargs)
         finally:

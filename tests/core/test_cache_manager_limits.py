@@ -115,7 +115,13 @@ def test_error_names_the_numbers() -> None:
     error = caught.value
     assert (error.num_needed_blocks, error.num_available_blocks) == (9, 6)
     assert (error.num_rows, error.num_rows_that_fit) == (3, 2)
-    for words in ("at step 3", "9 blocks needed", "6 available of 7", "first 2 of 3", "kv_memory="):
+    for words in (
+        "at step 3",
+        "9 more blocks needed",
+        "6 available of 7",
+        "2 of 3 rows",
+        "kv_memory=",
+    ):
         assert words in str(error)
 
 
@@ -154,7 +160,7 @@ def test_check_fits_changes_nothing() -> None:
     manager.free(start(manager, PROMPT[:8]))
     sequence = manager.new_sequence()
     manager.check_fits([new(sequence, [1] * 12)], occasion="the prompt")
-    with pytest.raises(KVCacheFullError, match="at the prompt: 4 blocks needed"):
+    with pytest.raises(KVCacheFullError, match="at the prompt: 4 more blocks needed"):
         manager.check_fits([new(sequence, [1] * 13)], occasion="the prompt")
     assert figures(manager) == (1, 2, 0)
     assert (table(sequence), sequence.num_tokens) == ([], 0)

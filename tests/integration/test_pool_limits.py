@@ -218,3 +218,21 @@ def test_equal_rows_come_back_in_full() -> None:
     expected = model.generate(**batch.inputs, max_new_tokens=4)
     with patched(model):
         assert torch.equal(model.generate(**batch.inputs, max_new_tokens=4), expected)
+
+
+def test_unpatch_waits_for_nobody_and_breaks_nobody() -> None:
+    """A call that is running keeps its pool: unpatch is refused, the call goes on."""
+    model, batch = build("llama"), ragged_batch((9,))
+    expected = model.generate(**batch.inputs, max_new_tokens=6)
+    refused = []
+
+    def criterion(input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        with pytest.raises(ConfigurationError, match=r"1 generate\(\) calls are running"):
+            hf_paged.unpatch(model)
+        refused.append(True)
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+    with patched(model):
+        got = model.generate(**batch.inputs, max_new_tokens=6, stopping_criteria=[criterion])
+    assert torch.equal(got, expected)
+    assert refused
