@@ -7,6 +7,7 @@ lengths are :attr:`PagedCache.seq_lens`.
 
 from __future__ import annotations
 
+import operator
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -307,12 +308,14 @@ class PagedCache(Cache):
             CacheStateError: more columns than there are, or tokens behind a window that are gone.
         """
         self._check_idle()
-        number = tokens_to_remove if tokens_to_remove is not None else max_length
+        given = tokens_to_remove if tokens_to_remove is not None else max_length
         num_columns = self._columns.num_columns
-        if not isinstance(number, int):
+        try:
+            number = operator.index(given)  # type: ignore[arg-type]  # a tensor will do as well
+        except TypeError as error:
             raise ConfigurationError(
-                f"crop({number!r}): expected a negative integer, the columns to remove, or 0."
-            )
+                f"crop({given!r}): expected a negative integer, the columns to remove, or 0."
+            ) from error
         if number > 0 and not _CROP_TAKES_LENGTHS:
             raise ValueError(
                 f"crop({number}): expected a negative integer, the columns to remove, or 0; the "

@@ -162,8 +162,8 @@ class PagedStep:
             raise UnsupportedModelError(
                 f"layer {layer} attends to K {tuple(key.shape)} and V {tuple(value.shape)} made of "
                 f"what it stored, {tuple(self._returned[0].shape)} and "
-                f"{tuple(self._returned[1].shape)} (a latent, as in MLA): it lacks the seam of "
-                "attention over the cached K and V themselves."
+                f"{tuple(self._returned[1].shape)} (a latent, or another shape of it): it "
+                "lacks the seam of attention over the cached K and V themselves."
             )
         group_window = self._group(layer).window
         if group_window is not None and (window is None or window > group_window):

@@ -17,6 +17,8 @@ from transformers import (
     BertConfig,
     BertForMaskedLM,
     BloomConfig,
+    DeepseekV3Config,
+    DiffLlamaConfig,
     LlamaConfig,
     LlamaModel,
     MambaConfig,
@@ -196,8 +198,20 @@ def test_memory_is_given_back() -> None:
         (lambda: AutoModelForCausalLM.from_config(BloomConfig(**_BLOOM)), "ALL_ATTENTION"),
         (lambda: AutoModelForCausalLM.from_config(MambaConfig(**_MAMBA)), "ALL_ATTENTION"),
         (lambda: torch.nn.Linear(2, 2), "causal LM"),
+        (lambda: AutoModelForCausalLM.from_config(DiffLlamaConfig(**_TINY)), "reshapes K and V"),
+        (lambda: AutoModelForCausalLM.from_config(DeepseekV3Config(**_TINY)), "latent"),
     ],
-    ids=["encoder", "no_head", "encoder_decoder", "bert_lm", "bloom", "mamba", "no_model"],
+    ids=[
+        "encoder",
+        "no_head",
+        "encoder_decoder",
+        "bert_lm",
+        "bloom",
+        "mamba",
+        "no_model",
+        "reshaped",
+        "mla",
+    ],
 )
 def test_a_model_without_the_seams_is_refused_and_untouched(make: Any, seam: str) -> None:
     model = make()
@@ -207,6 +221,9 @@ def test_a_model_without_the_seams_is_refused_and_untouched(make: Any, seam: str
     assert {name: type(module) for name, module in model.named_modules()} == before
 
 
+_TINY = dict(
+    vocab_size=64, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16
+)
 _BERT = dict(
     vocab_size=64, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16
 )

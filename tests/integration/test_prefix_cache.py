@@ -251,3 +251,15 @@ def test_a_row_holds_no_more_than_its_window(family: str, block_size: int) -> No
                     assert window is None or sum(block >= 0 for block in table) <= most
             mask = torch.cat([mask, torch.ones(2, 1, dtype=torch.long)], 1)
             model(torch.tensor([[5], [7]]), attention_mask=mask, past_key_values=cache)
+
+
+@pytest.mark.parametrize("num_layers", [6, 7])
+def test_five_sliding_layers_to_one_full_one(num_layers: int) -> None:
+    """As in Gemma 3: groups of one layer here, so that all blocks are equal."""
+    layer_types = (["sliding_attention"] * 5 + ["full_attention"]) * 2
+    model = build("gemma3", num_hidden_layers=num_layers, layer_types=layer_types[:num_layers])
+    batch = ragged_batch((30, 9))
+    expected = model.generate(**batch.inputs, max_new_tokens=12, num_beams=3)
+    with patched(model):
+        got = model.generate(**batch.inputs, max_new_tokens=12, num_beams=3)
+    assert torch.equal(got, expected)
