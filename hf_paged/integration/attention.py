@@ -69,12 +69,12 @@ def paged_attention(
     if position_bias is not None:
         raise UnsupportedModelError(f"layer {layer} uses position_bias, which paging lacks.")
     if softcap is not None and _is_sdpa(module):
-        softcap = softcap if _sdpa_raises_on_softcap() else None
-        if softcap is not None:
+        if _sdpa_raises_on_softcap():
             raise UnsupportedModelError(
                 f"layer {layer} uses softcap={softcap}, which sdpa does not support: load the "
                 "model with attn_implementation='eager'."
             )
+        softcap = None
     out = step.attend(
         query,
         key,
