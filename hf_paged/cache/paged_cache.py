@@ -100,9 +100,13 @@ class PagedCache(Cache):
         Args:
             real: [B, T] bool, the new columns.
         """
-        if not any(group.window for group in self.runtime.manager.groups):
+        if not self._has_windows:
             return [False] * real.shape[0]
         return self._columns.rows_with_gaps(real)
+
+    @property
+    def _has_windows(self) -> bool:
+        return any(group.window for group in self.runtime.manager.groups)
 
     @property
     def holds_window(self) -> bool:
@@ -138,7 +142,7 @@ class PagedCache(Cache):
                 "expected the same number; use a new cache."
             )
         try:
-            if self.columns.has_gaps and any(g.window for g in self.runtime.manager.groups):
+            if self._has_windows and self.columns.has_gaps:
                 # A window counts columns, the blocks count tokens; with gaps the two differ.
                 is_paged = False
             step = PagedStep(self, inputs, num_layers, is_paged=is_paged)
@@ -176,10 +180,10 @@ class PagedCache(Cache):
         self._check_usable()
         is_new = self._sequences is None
         self._open_rows(inputs.num_rows)
-        real, hides = self._columns.new_columns(inputs.attention_mask, inputs.num_columns)
-        rows = new_tokens(self, inputs, real, hides_past=hides)
         runtime = self.runtime
         try:
+            real, hides = self._columns.new_columns(inputs.attention_mask, inputs.num_columns)
+            rows = new_tokens(self, inputs, real, hides_past=hides)
             runtime.scheduler.allocate(
                 lambda: runtime.manager.check_fits(rows, occasion="the prompt of generate()")
             )

@@ -18,7 +18,7 @@ from hf_paged.cache.stats import KVCacheStats
 from hf_paged.cache.storage import KVStorage
 from hf_paged.config import PagedConfig, parse_kv_memory
 from hf_paged.core.cache_manager import KVCacheManager
-from hf_paged.core.interrupts import whole
+from hf_paged.core.interrupts import interruptible, whole
 from hf_paged.core.scheduler import Call, Scheduler
 from hf_paged.core.sequence import Sequence
 from hf_paged.errors import ConfigurationError
@@ -135,7 +135,10 @@ class PagedRuntime:
             return None, False
         if call is not None and call.version is not None:
             return call.version, call.keep
-        fingerprint = self.computation.fingerprint() if self.config.prefix_caching else None
+        fingerprint = None
+        if self.config.prefix_caching:
+            with interruptible():  # reads every weight, and nothing of the pool has changed yet
+                fingerprint = self.computation.fingerprint()
         # An object equals nothing but itself: rows of this call share, later calls do not.
         version = (object() if fingerprint is None else fingerprint, self.scope.get())
         keep = fingerprint is not None

@@ -30,24 +30,17 @@ def test_every_row_equals_its_solo_run(family: str) -> None:
     model = build(family)
     batch = ragged_batch((3, 9), pad_id=2)
     batch.ids[1, 4] = 2  # the pad id as a real token
+    options: dict[str, Any] = dict(
+        max_new_tokens=20,
+        min_new_tokens=20,
+        pad_token_id=2,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
     with patched(model):
-        together = model.generate(
-            **batch.inputs,
-            max_new_tokens=20,
-            min_new_tokens=20,
-            pad_token_id=2,
-            output_logits=True,
-            return_dict_in_generate=True,
-        )
+        together = model.generate(**batch.inputs, **options)
         for row in range(2):
-            alone = model.generate(
-                **batch.row(row).inputs,
-                max_new_tokens=20,
-                min_new_tokens=20,
-                pad_token_id=2,
-                output_logits=True,
-                return_dict_in_generate=True,
-            )
+            alone = model.generate(**batch.row(row).inputs, **options)
             assert torch.equal(together.sequences[row, -20:], alone.sequences[0, -20:])
             for ours, solo in zip(together.logits, alone.logits, strict=True):
                 torch.testing.assert_close(ours[row], solo[0], atol=1e-4, rtol=1e-4)

@@ -11,8 +11,13 @@ import pytest
 import torch
 
 import hf_paged
-from hf_paged.errors import CacheStateError, ConfigurationError, KVCacheFullError
-from reference import patched
+from hf_paged.errors import (
+    CacheStateError,
+    ConfigurationError,
+    InputMismatchError,
+    KVCacheFullError,
+)
+from reference import CACHE_NAME, patched
 from tiny_models import Batch, build, ragged_batch
 
 pytestmark = pytest.mark.core_suite
@@ -236,3 +241,20 @@ def test_unpatch_waits_for_nobody_and_breaks_nobody() -> None:
         got = model.generate(**batch.inputs, max_new_tokens=6, stopping_criteria=[criterion])
     assert torch.equal(got, expected)
     assert refused
+
+
+def test_a_prompt_that_is_refused_leaves_a_users_new_cache_new() -> None:
+    """Chunked prompts are checked as a whole first; that check opens no rows for good."""
+    model, batch = build("llama"), ragged_batch((9, 9))
+    with patched(model), hf_paged.PagedCache(model) as cache:
+        with pytest.raises(InputMismatchError, match=r"\(2, 12\).*\(2, 9\)"):
+            model.generate(
+                batch.ids,
+                attention_mask=torch.ones(2, 12, dtype=torch.long).index_fill_(
+                    1, torch.tensor([0]), 0
+                ),
+                prefill_chunk_size=4,
+                max_new_tokens=2,
+                **{CACHE_NAME: cache},
+            )
+        assert cache.batch_size == -1
