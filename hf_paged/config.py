@@ -38,6 +38,7 @@ class PagedConfig:
             Memory wasted per sequence and layer group is at most ``block_size - 1`` slots.
         backend: name of a registered backend, or "auto".
         prefix_caching: keep blocks after a call and reuse them.
+        batch_invariant: a row's attention output does not depend on the other rows' bits or number.
         debug: poison blocks with NaN and check every invariant at every step.
 
     Raises:
@@ -49,6 +50,7 @@ class PagedConfig:
     block_size: int | str = "auto"
     backend: str = "auto"
     prefix_caching: bool = True
+    batch_invariant: bool = False
     debug: bool = False
 
     def __post_init__(self) -> None:
@@ -77,7 +79,7 @@ class PagedConfig:
                 f"backend must be a name or 'auto', got {self.backend!r} of type "
                 f"{type(self.backend).__name__}; pass backend='auto'."
             )
-        for name in ("prefix_caching", "debug"):
+        for name in ("prefix_caching", "batch_invariant", "debug"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigurationError(
                     f"{name} must be True or False, got {getattr(self, name)!r}."

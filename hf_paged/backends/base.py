@@ -31,10 +31,19 @@ class LayerView:
 
 
 class AttentionBackend(ABC):
-    """Stateless but for scratch memory; one object serves all layers and threads of a model."""
+    """Stateless but for scratch memory; one object serves all layers and threads of a model.
+
+    Args:
+        batch_invariant: a row's output has the same bits whatever other rows are computed with it,
+            and however many threads compute.
+    """
 
     name: ClassVar[str]
     block_size_multiple: ClassVar[int] = 1
+    supports_batch_invariance: ClassVar[bool] = False
+
+    def __init__(self, *, batch_invariant: bool = False) -> None:
+        self.batch_invariant = batch_invariant
 
     @classmethod
     @abstractmethod
@@ -77,6 +86,7 @@ class AttentionBackend(ABC):
         window: int | None = None,
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
+        alibi_slopes: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attend each new token to itself and to all earlier tokens of its row.
 
@@ -98,6 +108,8 @@ class AttentionBackend(ABC):
             window: tokens that a query sees, itself included; None: all before it.
             softcap: scores become ``softcap * tanh(scores / softcap)``, before masking.
             sinks: [H], a score that takes part in the softmax and has no value.
+            alibi_slopes: [H]; a score rises by ``slope * (key position - query position)``, after
+                the softcap (ALiBi, arXiv:2108.12409).
 
         Returns:
             [N, H, D_v] in the dtype of ``query``.

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import functools
+import logging
+
 import torch
 
 from hf_paged.backends.base import AttentionBackend
+from hf_paged.backends.cpu import CpuBackend
 from hf_paged.backends.torch_gather import TorchGatherBackend
 from hf_paged.backends.torch_reference import TorchReferenceBackend
 from hf_paged.errors import ConfigurationError
 
 __all__ = ["backend_names", "create_backend"]
 
+logger = logging.getLogger(__name__)
+
 _BACKENDS: dict[str, type[AttentionBackend]] = {
-    backend.name: backend for backend in (TorchGatherBackend, TorchReferenceBackend)
+    backend.name: backend for backend in (CpuBackend, TorchGatherBackend, TorchReferenceBackend)
 }
-_AUTO_ORDER = (TorchGatherBackend.name,)
+_AUTO_ORDER = {"cpu": (CpuBackend.name, TorchGatherBackend.name)}
+"""What "auto" tries on a device type, the fastest first."""
 
 
 def backend_names() -> tuple[str, ...]:
@@ -22,25 +29,55 @@ def backend_names() -> tuple[str, ...]:
     return tuple(_BACKENDS)
 
 
-def create_backend(name: str, device: torch.device) -> AttentionBackend:
+def create_backend(
+    name: str, device: torch.device, *, batch_invariant: bool = False
+) -> AttentionBackend:
     """Return a new backend; a name that was given never falls back to another one.
 
     Args:
         name: a registered name, or "auto" for the first that runs on ``device``.
         device: where the first layer's keys are.
+        batch_invariant: see :class:`AttentionBackend`.
 
     Raises:
-        ConfigurationError: an unknown name, or one that cannot run on ``device``.
+        ConfigurationError: an unknown name, or one that cannot run on ``device`` or cannot give
+            what is asked.
     """
     if name == "auto":
-        name = next(n for n in _AUTO_ORDER if _BACKENDS[n].unavailable_reason(device) is None)
+        name = _choose(device)
     if name not in _BACKENDS:
         known = ", ".join(repr(n) for n in ("auto", *_BACKENDS))
         raise ConfigurationError(f"backend={name!r} is unknown: expected one of {known}.")
-    reason = _BACKENDS[name].unavailable_reason(device)
+    backend = _BACKENDS[name]
+    reason = backend.unavailable_reason(device)
     if reason is not None:
         raise ConfigurationError(
             f"backend={name!r} cannot run on {device}: {reason}. Pass backend='auto', or move the "
             "model first."
         )
-    return _BACKENDS[name]()
+    if batch_invariant and not backend.supports_batch_invariance:
+        able = ", ".join(repr(n) for n, b in _BACKENDS.items() if b.supports_batch_invariance)
+        raise ConfigurationError(
+            f"batch_invariant=True is nothing that backend {name!r} on {device} can promise: "
+            f"expected one of {able}; pass batch_invariant=False or such a backend."
+        )
+    return backend(batch_invariant=batch_invariant)
+
+
+def _choose(device: torch.device) -> str:
+    for name in _AUTO_ORDER.get(device.type, (TorchGatherBackend.name,)):
+        reason = _BACKENDS[name].unavailable_reason(device)
+        if reason is None:
+            return name
+        _say_once(name, device.type, reason)
+    raise AssertionError(f"no backend runs on {device}")
+
+
+@functools.cache
+def _say_once(name: str, device_type: str, reason: str) -> None:
+    logger.warning(
+        "hf_paged's fast backend %r is not available on %s, a slower one is used: %s",
+        name,
+        device_type,
+        reason,
+    )

@@ -31,6 +31,7 @@ class _DecodePlan:
         cache_rows: [B * H_kv * W] int64, rows of the cache seen as [num_blocks * H_kv, -1].
         num_entries: W, blocks gathered for each row.
         mask: [B, 1, 1, W * block_size] bool, True where a token is visible; None: everywhere.
+        distance: [B, 1, 1, W * block_size] int64, the position of a key less that of the query.
         last_rows: [B * H_kv] int64, the gathered rows of each sequence's last block.
         unfilled: [B * H_kv, block_size, 1] bool, their slots that hold no token; None: all do.
     """
@@ -38,6 +39,7 @@ class _DecodePlan:
     cache_rows: torch.Tensor
     num_entries: int
     mask: torch.Tensor | None
+    distance: torch.Tensor
     last_rows: torch.Tensor
     unfilled: torch.Tensor | None
 
@@ -47,7 +49,8 @@ class TorchGatherBackend(AttentionBackend):
 
     name = "torch"
 
-    def __init__(self) -> None:
+    def __init__(self, *, batch_invariant: bool = False) -> None:
+        super().__init__(batch_invariant=batch_invariant)
         self._scratch = threading.local()
 
     @classmethod
@@ -93,10 +96,11 @@ class TorchGatherBackend(AttentionBackend):
         window: int | None = None,
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
+        alibi_slopes: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attend all rows at once when decoding, row by row otherwise."""
         if metadata.is_decode:
-            return self._decode(query, view, metadata, scale, window, softcap, sinks)
+            return self._decode(query, view, metadata, scale, window, softcap, sinks, alibi_slopes)
         out = query.new_empty(*query.shape[:2], value.shape[-1])
         begin = 0
         rows = zip(metadata.seq_lens_list, metadata.query_lens_list, strict=True)
@@ -114,6 +118,7 @@ class TorchGatherBackend(AttentionBackend):
                 window,
                 softcap,
                 sinks,
+                alibi_slopes,
             ).transpose(0, 1)
             begin += query_len
         return out
@@ -137,6 +142,7 @@ class TorchGatherBackend(AttentionBackend):
         window: int | None,
         softcap: float | None,
         sinks: torch.Tensor | None,
+        alibi_slopes: torch.Tensor | None,
     ) -> torch.Tensor:
         num_heads = view.key_cache.shape[1]
         plan = metadata.derived.get(("decode", window, num_heads))
@@ -146,11 +152,14 @@ class TorchGatherBackend(AttentionBackend):
         key = self._gather_blocks("key", view.key_cache, plan)
         value = self._gather_blocks("value", view.value_cache, plan)
         packed = query.reshape(query.shape[0], num_heads, -1, query.shape[2])  # [B, H_kv, G, D]
-        if softcap is None and sinks is None:
+        if softcap is None and sinks is None and alibi_slopes is None:
             out = scaled_dot_product_attention(packed, key, value, attn_mask=plan.mask, scale=scale)
         else:
             sink = None if sinks is None else sinks.view(num_heads, -1, 1)
-            out = _softmax_attention(packed, key, value, plan.mask, scale, softcap, sink)
+            bias = None
+            if alibi_slopes is not None:
+                bias = alibi_slopes.view(num_heads, -1, 1) * plan.distance
+            out = _softmax_attention(packed, key, value, plan.mask, scale, softcap, sink, bias)
         return out.flatten(1, 2)
 
     def _gather_blocks(self, name: str, cache: torch.Tensor, plan: _DecodePlan) -> torch.Tensor:
@@ -228,6 +237,7 @@ def _plan_decode(metadata: AttentionMetadata, window: int | None, num_heads: int
         cache_rows,
         num_entries,
         None if bool(visible.all()) else visible[:, None, None, :],
+        (at - lens[:, None] + 1)[:, None, None, :],
         first_rows + last_entry.repeat_interleave(num_heads),
         None if is_full else unfilled[:, :, None],
     )
@@ -242,6 +252,7 @@ def _attend_row(
     window: int | None,
     softcap: float | None,
     sinks: torch.Tensor | None,
+    alibi_slopes: torch.Tensor | None,
 ) -> torch.Tensor:
     """Attend the new tokens of one row.
 
@@ -254,6 +265,7 @@ def _attend_row(
         window: see :meth:`AttentionBackend.forward`.
         softcap: see :meth:`AttentionBackend.forward`.
         sinks: see :meth:`AttentionBackend.forward`.
+        alibi_slopes: see :meth:`AttentionBackend.forward`.
 
     Returns:
         [H, n, D_v].
@@ -261,7 +273,7 @@ def _attend_row(
     num_heads, num_new, num_keys = key.shape[0], query.shape[1], key.shape[1]
     packed = query.reshape(num_heads, -1, num_new, query.shape[2])  # [H_kv, G, n, D]
     key, value = key[:, None], value[:, None]
-    plain = softcap is None and sinks is None
+    plain = softcap is None and sinks is None and alibi_slopes is None
     if plain and num_new == num_keys and (window is None or window >= num_keys):
         shape = (-1, packed.shape[1], -1, -1)
         return scaled_dot_product_attention(
@@ -289,8 +301,11 @@ def _attend_row(
                 scale=scale,
             )
         else:
+            bias = None
+            if alibi_slopes is not None:
+                bias = alibi_slopes.view(num_heads, -1, 1, 1) * (seen - at[rows, None])
             out[:, :, rows] = _softmax_attention(
-                packed[:, :, rows], chunk_key, chunk_value, mask, scale, softcap, sink
+                packed[:, :, rows], chunk_key, chunk_value, mask, scale, softcap, sink, bias
             )
     return out.flatten(0, 1)
 
@@ -303,6 +318,7 @@ def _softmax_attention(
     scale: float,
     softcap: float | None,
     sinks: torch.Tensor | None,
+    bias: torch.Tensor | None,
 ) -> torch.Tensor:
     """Attend with what scaled_dot_product_attention lacks; softmax in float32 at least.
 
@@ -314,11 +330,14 @@ def _softmax_attention(
         scale: see :meth:`AttentionBackend.forward`.
         softcap: likewise.
         sinks: broadcasts to [..., n, 1].
+        bias: broadcasts to [..., n, m], added after the softcap.
     """
     scores = query @ key.transpose(-1, -2) * scale
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    if bias is not None:
+        scores = scores + bias
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf)
     if sinks is not None:

@@ -51,6 +51,7 @@ class TorchReferenceBackend(AttentionBackend):
         window: int | None = None,
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
+        alibi_slopes: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attend row by row; new tokens come from ``key`` and ``value``, old ones from slots."""
         out = query.new_zeros(*query.shape[:2], value.shape[-1])
@@ -73,6 +74,8 @@ class TorchReferenceBackend(AttentionBackend):
                     scores = softcap * torch.tanh(scores / softcap)
                 at = torch.arange(seq_len - query_len, seq_len, device=query.device)[:, None]
                 seen = torch.arange(seq_len, device=query.device)[None, :]
+                if alibi_slopes is not None:
+                    scores = scores + alibi_slopes[head].double() * (seen - at)
                 visible = seen <= at
                 if window is not None:
                     visible &= seen > at - window

@@ -72,7 +72,9 @@ class PagedRuntime:
         self.config = config
         self.layout = layout
         self.computation = computation
-        self.backend = create_backend(config.backend, device)
+        self.backend = create_backend(
+            config.backend, device, batch_invariant=config.batch_invariant
+        )
         self.block_size = _choose_block_size(config, self.backend.block_size_multiple)
         self.bytes_per_block = layout.bytes_per_block(self.block_size)
         self.num_blocks = _choose_num_blocks(config, self.bytes_per_block, device)

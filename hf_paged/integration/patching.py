@@ -73,6 +73,7 @@ def patch(
     block_size: int | str = "auto",
     backend: str = "auto",
     prefix_caching: bool = True,
+    batch_invariant: bool = False,
     debug: bool = False,
 ) -> ModelT:
     """Let ``model`` keep its KV cache in a pool of blocks, bounded and shared by all its calls.
@@ -89,6 +90,9 @@ def patch(
         block_size: tokens per block, a power of two, or "auto" (16).
         backend: name of an attention backend, or "auto". A named one never falls back.
         prefix_caching: keep blocks after a call and reuse them for equal prefixes.
+        batch_invariant: compute the attention of a row in the same order whatever rows come with
+            it and however many threads run (the ``cpu`` backend, a little slower). The linear
+            layers are torch's: their order is not in our hands.
         debug: poison unused memory with NaN and check every invariant at every step; slow.
 
     Returns:
@@ -98,7 +102,15 @@ def patch(
         ConfigurationError: an argument that cannot work, or a model that is patched differently.
         UnsupportedModelError: the model lacks a seam; the message names it.
     """
-    config = PagedConfig(kv_memory, num_blocks, block_size, backend, prefix_caching, debug)
+    config = PagedConfig(
+        kv_memory=kv_memory,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        backend=backend,
+        prefix_caching=prefix_caching,
+        batch_invariant=batch_invariant,
+        debug=debug,
+    )
     runtime = find_runtime(model)
     if runtime is not None:
         if runtime.config != config:

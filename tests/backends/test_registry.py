@@ -63,7 +63,7 @@ def test_auto_passes_over_what_cannot_run(monkeypatch: pytest.MonkeyPatch) -> No
         unavailable_reason = classmethod(unavailable)  # type: ignore[assignment]
 
     monkeypatch.setitem(registry._BACKENDS, "unavailable", Unavailable)
-    monkeypatch.setattr(registry, "_AUTO_ORDER", ("unavailable", "torch"))
+    monkeypatch.setattr(registry, "_AUTO_ORDER", {"cpu": ("unavailable", "torch")})
     assert create_backend("auto", CPU).name == "torch"
 
 
