@@ -19,7 +19,9 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent
 SOURCES = "hf_paged/backends/csrc"
-BUILD_LOG = "_cpu_build.txt"
+# No package: what lies there looks like extension modules to pkgutil, and is none.
+LIBRARIES = "hf_paged/backends/lib"
+BUILD_LOG = "build.txt"
 
 # Neither -march=native (a wheel moves) nor -ffast-math (-inf is a number here).
 FLAGS = [
@@ -56,9 +58,7 @@ class BuildNative(build_ext):
         return []  # there is no PyInit function
 
     def run(self) -> None:
-        folder = Path(self.build_lib) / "hf_paged" / "backends"
-        if self.inplace:
-            folder = ROOT / "hf_paged" / "backends"
+        folder = (ROOT if self.inplace else Path(self.build_lib)) / LIBRARIES
         folder.mkdir(parents=True, exist_ok=True)
         log = folder / BUILD_LOG
         log.unlink(missing_ok=True)
@@ -83,7 +83,7 @@ class BuildNative(build_ext):
 setup(
     ext_modules=[
         Extension(
-            f"hf_paged.backends._cpu_{isa}",
+            f"{LIBRARIES.replace('/', '.')}.libhf_paged_cpu_{isa}",
             sources=[f"{SOURCES}/attention.cpp", f"{SOURCES}/blocks.cpp"],
             depends=[str(p.relative_to(ROOT)) for p in sorted((ROOT / SOURCES).glob("*.h"))],
             language="c++",

@@ -69,6 +69,7 @@ HUGE = "9" * 5000
         (dict(debug="yes"), ["debug must be True or False, got 'yes'"]),
         (dict(debug=1), ["debug must be True or False, got 1"]),
         (dict(prefix_caching=None), ["prefix_caching must be True or False, got None"]),
+        (dict(batch_invariant=1), ["batch_invariant must be True or False, got 1"]),
     ],
     ids=lambda value: str(value)[:60] if isinstance(value, dict) else "",
 )
@@ -164,6 +165,7 @@ def test_defaults_are_those_of_patch() -> None:
         block_size="auto",
         backend="auto",
         prefix_caching=True,
+        batch_invariant=False,
         debug=False,
     )
 

@@ -33,8 +33,8 @@ __all__ = [
 
 ISA_VARIABLE = "HF_PAGED_CPU_ISA"
 _ISAS = ("avx512", "avx2", "portable")
-_FOLDER = Path(__file__).parent
-_BUILD_LOG = _FOLDER / "_cpu_build.txt"
+_FOLDER = Path(__file__).parent / "lib"
+_BUILD_LOG = _FOLDER / "build.txt"
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """What the kernels compute with, and its number in ``abi.h``."""
@@ -261,4 +261,4 @@ def _load(path: Path) -> NativeLibrary:
 
 
 def _path(isa: str) -> Path:
-    return _FOLDER / f"_cpu_{isa}.so"
+    return _FOLDER / f"libhf_paged_cpu_{isa}.so"

@@ -102,7 +102,7 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"block_size": 0}, "block_size"),
     ({"block_size": 3}, "block_size"),
     ({"block_size": 15.5}, "block_size"),
-    ({"backend": "abacus"}, "'auto', 'torch'"),
+    ({"backend": "abacus"}, "'auto', 'cpu', 'torch'"),
 ]
 
 
