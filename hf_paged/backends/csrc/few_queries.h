@@ -20,41 +20,75 @@ struct Upcoming {
   const T* const* rows;  // null: nothing
   int64_t offset;
 
-  HFP_INLINE void prefetch_strip(int64_t token, int64_t element) const {
-    const char* p = reinterpret_cast<const char*>(rows[token] + offset + element);
-#pragma GCC unroll 2
-    for (size_t byte = 0; byte < STRIP * sizeof(T); byte += 64) prefetch(p + byte);
-  }
+  HFP_INLINE const T* row(int64_t token) const { return rows ? rows[token] + offset : nullptr; }
 };
+
+template <class T>
+HFP_INLINE void prefetch_strip(const T* p) {
+#pragma GCC unroll 2
+  for (size_t byte = 0; byte < STRIP * sizeof(T); byte += 64)
+    prefetch(reinterpret_cast<const char*>(p) + byte);
+}
+
+// sums[m][j] = query[m] * keys[j], lane by lane, for M query rows and TOKENS tokens.
+template <class T, int M, int TOKENS>
+HFP_INLINE void multiply_rows(const T* const* keys, int64_t offset, int64_t head_dim,
+                              const float* query, int64_t query_stride, vf (&sums)[M][W],
+                              int first, Upcoming<T> upcoming, int64_t token) {
+  const T *key[TOKENS], *next[TOKENS];
+#pragma GCC unroll 2
+  for (int j = 0; j < TOKENS; j++) {
+    key[j] = keys[j] + offset;
+    next[j] = upcoming.row(token + j);
+  }
+  vf sum[M][TOKENS] = {};
+  const auto add = [&](const float* q, const Strip* x) __attribute__((always_inline)) {
+#pragma GCC unroll 4
+    for (int m = 0; m < M; m++) {
+      const vf a = in_register(load(q + m * query_stride));
+      const vf b = in_register(load(q + m * query_stride + W));
+#pragma GCC unroll 2
+      for (int j = 0; j < TOKENS; j++) sum[m][j] += a * x[j].a;
+#pragma GCC unroll 2
+      for (int j = 0; j < TOKENS; j++) sum[m][j] += b * x[j].b;
+    }
+  };
+  Strip x[TOKENS];
+  int64_t d = 0;
+  for (; d + STRIP <= head_dim; d += STRIP) {
+#pragma GCC unroll 2
+    for (int j = 0; j < TOKENS; j++) {
+      if (upcoming.rows) prefetch_strip(next[j] + d);
+      x[j] = load_strip(key[j] + d);
+    }
+    add(query + d, x);
+  }
+  if (d < head_dim) {
+    for (int j = 0; j < TOKENS; j++) x[j] = load_strip(key[j] + d, head_dim - d);
+    add(query + d, x);
+  }
+#pragma GCC unroll 4
+  for (int m = 0; m < M; m++)
+#pragma GCC unroll 2
+    for (int j = 0; j < TOKENS; j++) sums[m][first + j] = sum[m][j];
+}
 
 // scores[m][t] = dot(query[m], keys[t]) for M query rows.
 template <class T, int M>
 inline void dot_rows(const T* const* keys, int64_t offset, int64_t size, int64_t head_dim,
                      const float* query, int64_t query_stride, float* scores, int64_t score_stride,
                      Upcoming<T> upcoming) {
-  const int64_t whole = head_dim / STRIP * STRIP;
   for (int64_t t = 0; t < size; t += W) {
     vf sums[M][W];
-    const int64_t count = std::min<int64_t>(W, size - t);
-    for (int64_t j = 0; j < count; j++) {
-      const T* key = keys[t + j] + offset;
-      vf a[M] = {}, b[M] = {};
-      const auto add = [&](const float* q, Strip x) __attribute__((always_inline)) {
-#pragma GCC unroll 4
-        for (int m = 0; m < M; m++) {
-          a[m] += load(q + m * query_stride) * x.a;
-          b[m] += load(q + m * query_stride + W) * x.b;
-        }
-      };
-      for (int64_t d = 0; d < whole; d += STRIP) {
-        if (upcoming.rows) upcoming.prefetch_strip(t + j, d);
-        add(query + d, load_strip(key + d));
-      }
-      if (whole < head_dim) add(query + whole, load_strip(key + whole, head_dim - whole));
-#pragma GCC unroll 4
-      for (int m = 0; m < M; m++) sums[m][j] = a[m] + b[m];
-    }
-    for (int64_t j = count; j < W; j++)
+    const int count = static_cast<int>(std::min<int64_t>(W, size - t));
+    int j = 0;
+    for (; j + 2 <= count; j += 2)
+      multiply_rows<T, M, 2>(keys + t + j, offset, head_dim, query, query_stride, sums, j, upcoming,
+                             t + j);
+    for (; j < count; j++)
+      multiply_rows<T, M, 1>(keys + t + j, offset, head_dim, query, query_stride, sums, j, upcoming,
+                             t + j);
+    for (; j < W; j++)
       for (int m = 0; m < M; m++) sums[m][j] = vf{};
 #pragma GCC unroll 4
     for (int m = 0; m < M; m++) store(scores + m * score_stride + t, sum_each(sums[m]));
@@ -72,7 +106,7 @@ HFP_INLINE void add_strips(const T* const* values, int64_t offset, int64_t size,
     const T* value = values[t] + offset;
 #pragma GCC unroll 4
     for (int s = 0; s < S; s++) {
-      if (upcoming.rows) upcoming.prefetch_strip(t, s * STRIP);
+      if (upcoming.rows) prefetch_strip(upcoming.row(t) + s * STRIP);
       const Strip x = WHOLE ? load_strip(value + s * STRIP) : load_strip(value, rest);
 #pragma GCC unroll 4
       for (int m = 0; m < M; m++) {
@@ -98,7 +132,7 @@ template <class T, int M>
 inline void add_rows(const T* const* values, int64_t offset, int64_t size, int64_t dim,
                      const float* weights, int64_t weight_stride, const float* decay, float* out,
                      int64_t out_stride, Upcoming<T> upcoming) {
-  constexpr int S = M == 1 ? 4 : M <= 3 ? 2 : 1;
+  constexpr int S = M == 1 ? 4 : M == 2 ? 2 : 1;
   int64_t d = 0;
   const auto at = [&](int64_t element) {
     return Upcoming<T>{upcoming.rows, upcoming.offset + element};

@@ -154,6 +154,16 @@ HFP_INLINE vf tanh(vf x) {
   return select(size < broadcast(0.625f), near, (vf)((vi)far | sign));
 }
 
+// Makes the compiler load x once, instead of once for each instruction that may take it from memory.
+HFP_INLINE vf in_register(vf x) {
+#if defined(__x86_64__)
+  asm("" : "+v"(x));
+#elif defined(__aarch64__)
+  asm("" : "+w"(x));
+#endif
+  return x;
+}
+
 HFP_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
 
 }  // namespace hfp
