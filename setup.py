@@ -9,12 +9,14 @@ HF_PAGED_CPU_SANITIZE=1 builds with AddressSanitizer and UBSan, for tests.
 
 from __future__ import annotations
 
+import copy
 import os
 import platform
 import shutil
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent
@@ -51,6 +53,10 @@ SANITIZE = (
 class BuildNative(build_ext):
     """Names libraries without the Python ABI, and lets an install succeed without them."""
 
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        self.parallel = self.parallel or True
+
     def get_ext_filename(self, fullname: str) -> str:
         return fullname.replace(".", os.sep) + ".so"
 
@@ -72,12 +78,18 @@ class BuildNative(build_ext):
             log.write_text(reason + "\n")
 
     def build_extension(self, ext: Extension) -> None:
-        # One folder for the objects of each instruction set: the sources are the same.
-        temporary, self.build_temp = self.build_temp, os.path.join(self.build_temp, ext.name)
-        try:
-            super().build_extension(ext)
-        finally:
-            self.build_temp = temporary
+        # One folder for the objects of each instruction set, since the sources are the same; and
+        # one command object, since they are built in parallel.
+        command = copy.copy(self)
+        command.build_temp = os.path.join(self.build_temp, ext.name)
+        build_ext.build_extension(command, ext)
+
+
+class PlatformWheel(bdist_wheel):
+    """A wheel for every Python 3 on this platform."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
 
 
 setup(
@@ -92,5 +104,5 @@ setup(
         )
         for isa, isa_flags in ISA_FLAGS.items()
     ],
-    cmdclass={"build_ext": BuildNative},
+    cmdclass={"build_ext": BuildNative, "bdist_wheel": PlatformWheel},
 )

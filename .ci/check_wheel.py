@@ -1,21 +1,25 @@
 """Compare a wheel's content with the files git tracks: `check_wheel.py WHEEL`.
 
-Every tracked Python file, `py.typed` and C++ source of `hf_paged/` and `patches/` must be in the
-wheel, the latter under `hf_paged/patches/`, with the same bytes, and nothing else but metadata.
+Every tracked Python file and `py.typed` of `hf_paged/` and `patches/` must be in the wheel, the
+latter under `hf_paged/patches/`, with the same bytes, and the compiled libraries with them: one for
+each instruction set of x86-64, `portable` elsewhere. Nothing else but metadata.
 """
 
 from __future__ import annotations
 
+import platform
 import subprocess
 import sys
 import zipfile
 from pathlib import Path, PurePosixPath
 
 ROOT = Path(__file__).resolve().parent.parent
+ISAS = ("avx2", "avx512", "portable") if platform.machine() == "x86_64" else ("portable",)
+LIBRARIES = {f"hf_paged/backends/lib/libhf_paged_cpu_{isa}.so" for isa in ISAS}
 
 
 def packaged(path: PurePosixPath) -> bool:
-    return path.suffix == ".py" or path.name == "py.typed" or "csrc" in path.parts
+    return path.suffix == ".py" or path.name == "py.typed"
 
 
 def expected_files() -> dict[str, Path]:
@@ -43,8 +47,8 @@ def main(wheel: str) -> int:
             for name in archive.namelist()
             if not name.endswith("/") and ".dist-info/" not in name
         }
-        missing = sorted(expected.keys() - found)
-        extra = sorted(found - expected.keys())
+        missing = sorted((expected.keys() | LIBRARIES) - found)
+        extra = sorted(found - expected.keys() - LIBRARIES)
         changed = sorted(
             name
             for name in expected.keys() & found
@@ -53,15 +57,15 @@ def main(wheel: str) -> int:
     if not expected:
         print("git tracks no file of hf_paged/ or patches/")
     for problem, names in [
-        ("tracked, but not in the wheel", missing),
-        ("in the wheel, but not tracked", extra),
+        ("tracked or built, but not in the wheel", missing),
+        ("in the wheel, but neither tracked nor built", extra),
         ("differs from the tracked file", changed),
     ]:
         for name in names:
             print(f"{problem}: {name}")
     if not expected or missing or extra or changed:
         return 1
-    print(f"{Path(wheel).name}: {len(found)} files, as tracked")
+    print(f"{Path(wheel).name}: {len(found)} files, as tracked and built")
     return 0
 
 

@@ -42,7 +42,20 @@ def token_major(view: LayerView) -> LayerView:
     return LayerView(*(cache.transpose(1, 2).contiguous().transpose(1, 2) for cache in caches))
 
 
-LAYOUTS: list[Callable[[LayerView], LayerView]] = [lambda view: view, interleaved, token_major]
+def with_gaps(view: LayerView) -> LayerView:
+    """Something else behind each block."""
+    caches = (view.key_cache, view.value_cache)
+    return LayerView(
+        *(torch.stack([torch.full_like(c, torch.nan), c], dim=1)[:, 1] for c in caches)
+    )
+
+
+LAYOUTS: list[Callable[[LayerView], LayerView]] = [
+    lambda view: view,
+    interleaved,
+    token_major,
+    with_gaps,
+]
 STRIDES: list[Callable[[torch.Tensor], torch.Tensor]] = [
     lambda tokens: tokens,
     lambda tokens: tokens.transpose(0, 1).contiguous().transpose(0, 1),
