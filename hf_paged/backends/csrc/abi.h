@@ -18,11 +18,11 @@ enum hfp_dtype : int32_t { HFP_FLOAT32 = 0, HFP_BFLOAT16 = 1, HFP_FLOAT16 = 2 };
 enum hfp_status : int32_t {
   HFP_OK = 0,
   HFP_OUT_OF_MEMORY = 1,
-  // From hfp_check_rows; `detail` then holds {row, found, limit} and, for a block, {entry} too.
-  HFP_BAD_QUERY_LENGTH = 2,   // cu_seqlens_q decreases, or counts more tokens than exist
+  // From hfp_check_rows; `detail` then holds {index, found, limit} and, for a block, {entry} too.
+  HFP_BAD_QUERY_LENGTH = 2,  // cu_seqlens_q does not run from 0 to the number of tokens
   HFP_BAD_SEQUENCE_LENGTH = 3,  // a row has more new tokens than tokens, or more than its table
-  HFP_BAD_BLOCK_ID = 4,       // a table names a block that the cache does not have
-  HFP_BAD_SLOT = 5,           // from hfp_check_slots; `detail` holds {token, found, limit}
+  HFP_BAD_BLOCK_ID = 4,  // a table names a block that the cache does not have
+  HFP_BAD_SLOT = 5,  // from hfp_check_slots; `detail` holds {token, found, limit}
 };
 
 // torch's `torch_parallel_for`: calls fn on sub-ranges of [begin, end) in torch's own threads.
@@ -92,8 +92,9 @@ HFP_EXPORT int32_t hfp_check_slots(const int64_t* slots, int64_t num_slots, int6
 HFP_EXPORT int32_t hfp_attend(const hfp_attention* args, void* workspace,
                               const hfp_threads* threads);
 HFP_EXPORT void hfp_write_tokens(const hfp_write* args, const hfp_threads* threads);
-HFP_EXPORT void hfp_copy_blocks(void* cache, int64_t block_bytes, const int64_t* source,
-                                const int64_t* target, int64_t num_copies,
+// Both in bytes: from one block to the next, and of a block.
+HFP_EXPORT void hfp_copy_blocks(void* cache, int64_t block_stride, int64_t block_bytes,
+                                const int64_t* source, const int64_t* target, int64_t num_copies,
                                 const hfp_threads* threads);
 
 // Sums `num_floats` floats as fast as memory gives them: the limit that benchmarks compare with.

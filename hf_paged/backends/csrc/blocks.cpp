@@ -60,11 +60,12 @@ int32_t hfp_check_rows(const hfp_rows* rows, int64_t window, int64_t* detail) {
     return status;
   };
   if (rows->cu_seqlens_q[0] != 0)
-    return fail(HFP_BAD_QUERY_LENGTH, 0, rows->cu_seqlens_q[0], 0, 0);
+    return fail(HFP_BAD_QUERY_LENGTH, 0, rows->cu_seqlens_q[0], rows->num_tokens, 0);
   for (int64_t i = 0; i < rows->num_rows; i++) {
     const hfp::Row row = hfp::row_of(*rows, i);
     if (row.num_queries < 0 || row.first_query + row.num_queries > rows->num_tokens)
-      return fail(HFP_BAD_QUERY_LENGTH, i, row.first_query + row.num_queries, rows->num_tokens, 0);
+      return fail(HFP_BAD_QUERY_LENGTH, i + 1, row.first_query + row.num_queries, rows->num_tokens,
+                  0);
     const int64_t stored = row.num_queries == 1 ? row.num_tokens : row.num_past();
     const int64_t room = rows->table_width * rows->block_size;
     if (row.num_tokens < row.num_queries || stored > room)
@@ -76,6 +77,9 @@ int32_t hfp_check_rows(const hfp_rows* rows, int64_t window, int64_t* detail) {
       if (table[entry] < 0 || table[entry] >= rows->num_blocks)
         return fail(HFP_BAD_BLOCK_ID, i, table[entry], rows->num_blocks, entry);
   }
+  if (rows->cu_seqlens_q[rows->num_rows] != rows->num_tokens)
+    return fail(HFP_BAD_QUERY_LENGTH, rows->num_rows, rows->cu_seqlens_q[rows->num_rows],
+                rows->num_tokens, 0);
   return HFP_OK;
 }
 
@@ -102,12 +106,12 @@ void hfp_write_tokens(const hfp_write* args, const hfp_threads* threads) {
   });
 }
 
-void hfp_copy_blocks(void* cache, int64_t block_bytes, const int64_t* source, const int64_t* target,
-                     int64_t num_copies, const hfp_threads* threads) {
+void hfp_copy_blocks(void* cache, int64_t block_stride, int64_t block_bytes, const int64_t* source,
+                     const int64_t* target, int64_t num_copies, const hfp_threads* threads) {
   char* bytes = static_cast<char*>(cache);
   hfp::share(*threads, num_copies, num_copies * block_bytes, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; i++)
-      std::memcpy(bytes + target[i] * block_bytes, bytes + source[i] * block_bytes, block_bytes);
+      std::memcpy(bytes + target[i] * block_stride, bytes + source[i] * block_stride, block_bytes);
   });
 }
 

@@ -122,7 +122,7 @@ HFP_INLINE float sum_lanes(vf x) {
     return sum_lanes<S / 2>(x + swap<S>(x));
 }
 
-// exp(x) for x <= 0 (and a little above), 0 below -87; 2 ulp. After Cephes' expf.
+// exp(x) for x <= 0 (and a little above), 0 below -87, NaN of NaN; 2 ulp. After Cephes' expf.
 HFP_INLINE vf exp(vf x) {
   const float round = 12582912.0f;  // 1.5 * 2^23: adding it leaves the integer in the low bits
   const vf shifted = x * 1.44269504f + round;
@@ -134,8 +134,8 @@ HFP_INLINE vf exp(vf x) {
   p = p * f + 1.6666665459e-1f;
   p = p * f + 5.0000001201e-1f;
   p = p * (f * f) + (f + 1.0f);
-  const vf y = (vf)((vi)p + (vi)((vu)shifted << 23));
-  return (vf)((vi)y & (x > broadcast(-87.0f)));
+  const vf y = (vf)((vu)p + ((vu)shifted << 23));
+  return (vf)((vi)y & ~(x <= broadcast(-87.0f)));
 }
 HFP_INLINE float exp(float x) { return exp(broadcast(x))[0]; }
 
