@@ -26,8 +26,7 @@ struct State {
 
 int64_t padded_rows(const Plan& plan, const Task& task) { return round_up(plan.num_rows(task), W); }
 
-// Tokens a tile: K and V of one head take half of a first-level cache of 32 KB, since those that
-// come next are on their way in.
+// Tokens a tile: K and V of one head take half of a first-level cache of 32 KB.
 template <class T>
 int64_t few_tile(const hfp_attention& args) {
   const int64_t bytes = (args.head_dim + args.value_dim) * sizeof(T);
@@ -72,30 +71,27 @@ void attend_few(const hfp_attention& args, const Plan& plan, const Row& row, con
     more = tile->end() < task.token_end;
     if (more) {
       next->resolve(args, row, tile->end(), task.token_end, limit);
-      for (int64_t t = next->size; t < tile->size; t++) {  // a prefetch needs an address
-        next->keys[t] = next->keys[0];
-        next->values[t] = next->values[0];
-      }
+      // A prefetch needs an address.
+      for (int64_t t = next->size; t < tile->size; t++) next->keys[t] = next->keys[0];
     }
     for (int64_t head = 0; head < task.num_heads(); head++) {
       const int64_t kv_head = task.head_begin + head;
       const int64_t key_offset = kv_head * tile->key_head_stride;
       const int64_t value_offset = kv_head * tile->value_head_stride;
-      Upcoming<T> next_keys{nullptr, 0}, next_values{nullptr, 0};
-      if (head + 1 < task.num_heads()) {
+      // While scores are computed the tile's values come in, while those are summed the next keys.
+      const Upcoming<T> values{tile->values, value_offset};
+      Upcoming<T> next_keys{nullptr, 0};
+      if (head + 1 < task.num_heads())
         next_keys = {tile->keys, key_offset + tile->key_head_stride};
-        next_values = {tile->values, value_offset + tile->value_head_stride};
-      } else if (more) {
+      else if (more)
         next_keys = {next->keys, task.head_begin * next->key_head_stride};
-        next_values = {next->values, task.head_begin * next->value_head_stride};
-      }
       const float* head_query = query + head * rows_per_head * query_stride;
       const int64_t first_row = head * rows_per_head;
       for_row_blocks(rows_per_head, [&](auto count, int64_t m) __attribute__((always_inline)) {
         dot_rows<T, count.value>(tile->keys, key_offset, tile->size, args.head_dim,
                                  head_query + m * query_stride, query_stride,
                                  scores + m * MAX_TILE, MAX_TILE,
-                                 m == 0 ? next_keys : Upcoming<T>{nullptr, 0});
+                                 m == 0 ? values : Upcoming<T>{nullptr, 0});
       });
       for (int64_t m = 0; m < rows_per_head; m++) {
         const int64_t position = row.num_past() + task.query_begin + m / group;
@@ -111,7 +107,7 @@ void attend_few(const hfp_attention& args, const Plan& plan, const Row& row, con
         add_rows<T, count.value>(tile->values, value_offset, tile->size, args.value_dim,
                                  scores + m * MAX_TILE, MAX_TILE, decay + m,
                                  state.out + (first_row + m) * out_stride, out_stride,
-                                 m == 0 ? next_values : Upcoming<T>{nullptr, 0});
+                                 m == 0 ? next_keys : Upcoming<T>{nullptr, 0});
       });
     }
   }

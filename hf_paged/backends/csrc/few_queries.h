@@ -1,7 +1,7 @@
 // Attention of a few query rows over a tile: decoding, and the verification of drafts.
 //
 // Memory-bound: each K and V element is loaded and converted once for (up to four) query rows, while
-// the rows that come next are prefetched. Physical blocks are in no order that a hardware
+// the rows that come next are prefetched, a strip for each strip. Physical blocks are in no order that a hardware
 // prefetcher could follow; without the prefetch this is two to three times slower.
 //
 // A query row is one head of one new token; the M rows that share a K head are computed together.
@@ -14,7 +14,7 @@
 
 namespace hfp {
 
-// What the tile after this one (or the next head of this one) will read.
+// Rows that will be read next, to be prefetched beside those that are read now.
 template <class T>
 struct Upcoming {
   const T* const* rows;  // null: nothing
