@@ -8,8 +8,8 @@ meets each of them. Contenders:
 
     paged    the backend, over blocks in random physical order
     limit    a read of the same bytes of K and V by as many threads (decode)
-    hf       transformers' DynamicCache.update() and its sdpa attention, rows without padding (decode)
-    sdpa     torch's causal scaled_dot_product_attention on contiguous K and V of all heads (prefill)
+    hf       transformers' DynamicCache.update() and sdpa attention, rows without padding (decode)
+    sdpa     torch's causal scaled_dot_product_attention, K and V contiguous a head (prefill)
     torch    the "torch" backend: gathers, index_copy_ (extend, write, copy)
 
 A ratio says how many times longer one takes than the other: paged over limit, paged over sdpa, hf
@@ -139,7 +139,7 @@ class Layer:
 
 
 def filled(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Return normal numbers that repeat; drawing gigabytes of them would take longer than the rest."""
+    """Return normal numbers that repeat: to draw gigabytes of them would take too long."""
     pattern = torch.randn(1 << 16).to(dtype)
     num_elements = math.prod(shape)
     return pattern.repeat(-(-num_elements // pattern.numel()))[:num_elements].view(*shape)
@@ -209,9 +209,7 @@ def measure(functions: Contenders, seconds: float) -> dict[str, float]:
         function()
     taken: dict[str, list[float]] = {name: [] for name in functions}
     end = time.perf_counter() + seconds
-    while len(taken["paged"]) < 5 or (
-        time.perf_counter() < end and len(taken["paged"]) < 101
-    ):
+    while len(taken["paged"]) < 5 or (time.perf_counter() < end and len(taken["paged"]) < 101):
         for name, function in functions.items():
             start = time.perf_counter()
             function()

@@ -335,9 +335,7 @@ def _set_cache_strides(cache: Any, tensor: torch.Tensor) -> None:
     cache.block_stride, cache.head_stride, cache.token_stride = tensor.stride()[:3]
 
 
-def _one_a_head(
-    name: str, per_head: torch.Tensor | None, num_heads: int
-) -> torch.Tensor | None:
+def _one_a_head(name: str, per_head: torch.Tensor | None, num_heads: int) -> torch.Tensor | None:
     if per_head is None:
         return None
     if per_head.shape != (num_heads,):
@@ -405,6 +403,6 @@ def _check_rows(rows: native.Rows, window: int) -> None:
         )
     if status == _BAD_BLOCK_ID:
         raise InputMismatchError(
-            f"block_tables[{found[0]}, {found[3]}] is {found[1]}: expected 0 to {found[2] - 1}, the "
-            "blocks of the cache."
+            f"block_tables[{found[0]}, {found[3]}] is {found[1]}: expected 0 to {found[2] - 1}, "
+            "the blocks of the cache."
         )

@@ -228,8 +228,8 @@ def chosen_isa() -> str | None:
     if forced not in usable:
         raise ConfigurationError(
             f"{ISA_VARIABLE}={forced!r} cannot be used: this processor runs "
-            f"{', '.join(supported_isas())}, the libraries built are {', '.join(built_isas()) or 'none'}"
-            "; set it to one of both lists or unset it."
+            f"{', '.join(supported_isas())}, libraries are built for "
+            f"{', '.join(built_isas()) or 'none'}; set it to one of both lists or unset it."
         )
     return forced
 
