@@ -1,0 +1,1 @@
+"""The command line: ``hf-paged`` and ``python -m hf_paged``, a command a file."""
