@@ -147,13 +147,16 @@ def copy_blocks(cache: torch.Tensor, source: torch.Tensor, target: torch.Tensor)
             f"source is {source.dtype} {tuple(source.shape)} and target {target.dtype} "
             f"{tuple(target.shape)}: expected as many int64 block ids in both."
         )
-    for name, ids in (("source", source), ("target", target)):
-        if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < num_blocks:
+    read, written = source.tolist(), target.tolist()
+    if not read:
+        return
+    for name, ids in (("source", read), ("target", written)):
+        if not 0 <= min(ids) <= max(ids) < num_blocks:
             raise InputMismatchError(
-                f"{name} holds block ids {int(ids.min())} to {int(ids.max())}: expected ids of the "
+                f"{name} holds block ids {min(ids)} to {max(ids)}: expected ids of the "
                 f"{num_blocks} blocks of the cache."
             )
-    if torch.isin(target, source).any():
+    if not set(written).isdisjoint(read):
         cache.index_copy_(0, target, cache.index_select(0, source))
         return
     source, target = source.contiguous(), target.contiguous()

@@ -250,6 +250,11 @@ def unavailable_reason() -> str | None:
 
 def load_library() -> NativeLibrary:
     """Return the library of :func:`chosen_isa`, loaded once a process."""
+    return _load_chosen(os.environ.get(ISA_VARIABLE))
+
+
+@functools.cache
+def _load_chosen(forced: str | None) -> NativeLibrary:
     isa = chosen_isa()
     assert isa is not None, "callers ask unavailable_reason() first"
     return _load(_path(isa))

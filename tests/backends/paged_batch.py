@@ -122,7 +122,8 @@ class PagedBatch:
                     slots.get(token, -1)
                     for row, slots in zip(rows, self.token_slots, strict=True)
                     for token in range(row.num_past, row.num_tokens)
-                ]
+                ],
+                dtype=torch.int64,
             ),
             seq_lens_list=[row.num_tokens for row in rows],
             query_lens_list=query_lens,

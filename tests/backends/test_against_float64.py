@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from backends.paged_batch import PagedBatch, Row, random_rows
+from backends.dense_oracle import dense_attention, relative_error
+from backends.paged_batch import PagedBatch, random_rows
 from hf_paged.backends.registry import backend_names, create_backend
 from hf_paged.backends.torch_gather import QUERY_CHUNK
 
@@ -32,34 +33,6 @@ def backend(request: pytest.FixtureRequest) -> Any:
     return create_backend(request.param, torch.device("cpu"))
 
 
-def dense_attention(
-    rows: Sequence[Row],
-    *,
-    scale: float = 0.3,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Return [N, H, D_v] in float64, one query and one head at a time."""
-    out = []
-    for row in rows:
-        group_size = row.query.shape[1] // row.key.shape[1]
-        key = row.key.double().repeat_interleave(group_size, dim=1)
-        value = row.value.double().repeat_interleave(group_size, dim=1)
-        for i, query in enumerate(row.query.double()):
-            last = row.num_past + i + 1
-            first = 0 if window is None else max(0, last - window)
-            scores = scale * torch.einsum("hd,khd->hk", query, key[first:last])
-            if softcap is not None:
-                scores = softcap * torch.tanh(scores / softcap)
-            weights = scores.exp()
-            total = weights.sum(1, keepdim=True)
-            if sinks is not None:
-                total = total + sinks.double().exp()[:, None]
-            out.append(torch.einsum("hk,khd->hd", weights / total, value[first:last]))
-    return torch.stack(out)
-
-
 def check(
     backend: Any,
     lens: Sequence[tuple[int, int]],
@@ -71,7 +44,7 @@ def check(
     **shape: Any,
 ) -> None:
     """Compare; ``held_window`` (default: the attention's window) is what the group keeps."""
-    attention = attention or {}
+    attention = {"scale": 0.3} | (attention or {})
     rows = random_rows(lens, **shape)
     batch = PagedBatch(
         rows, backend, block_size, window=held_window or attention.get("window"), poison=poison
@@ -80,7 +53,7 @@ def check(
     expected = dense_attention(rows, **attention)
     assert out.shape == expected.shape
     assert out.dtype == rows[0].query.dtype
-    error = (out.double() - expected).norm() / expected.norm()
+    error = relative_error(out, expected)
     assert error < TOLERANCE[out.dtype], f"relative L2 error {error}"
 
 
@@ -165,11 +138,13 @@ def test_head_dims_of_keys_and_values(
         dict(sinks=torch.tensor([0.0, 4.0, -4.0, 1.0]), window=1, softcap=2.0),
         dict(scale=1.0),
         dict(scale=0.01, window=8),
+        dict(alibi_slopes=torch.tensor([0.0, 0.5, -0.1, 1.0])),
+        dict(alibi_slopes=torch.tensor([0.0, 0.5, -0.1, 1.0]), window=3, softcap=2.0),
     ],
     ids=lambda attention: "-".join(attention),
 )
 @pytest.mark.parametrize("poison", POISONS)
-def test_softcap_sinks_and_scale(
+def test_softcap_sinks_alibi_and_scale(
     backend: Any, lens: Any, attention: dict[str, Any], poison: float
 ) -> None:
     check(backend, lens, poison=poison, attention=attention)

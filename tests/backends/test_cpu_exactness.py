@@ -6,18 +6,17 @@ The tolerance in half precision is little more than the rounding of the result i
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 
-from backends.paged_batch import PagedBatch, Row, random_rows
-from hf_paged.backends import native
+from backends.dense_oracle import dense_attention, relative_error
+from backends.paged_batch import PagedBatch, random_rows
 from hf_paged.backends.registry import create_backend
 
-pytestmark = pytest.mark.core_suite
+pytestmark = [pytest.mark.core_suite, pytest.mark.usefixtures("isa")]
 
 CPU = torch.device("cpu")
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2.2e-3, torch.float16: 6e-4}
@@ -27,48 +26,6 @@ MIXED = [(70, 1), (33, 5), (0, 40), (9, 0), (20, 30), (0, 1)]
 
 DTYPES = pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda dtype: str(dtype)[6:])
 MODES = pytest.mark.parametrize("batch_invariant", [False, True], ids=["free", "invariant"])
-
-
-@pytest.fixture(autouse=True, params=native.supported_isas())
-def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param not in native.built_isas() and not os.environ.get("CI"):
-        pytest.skip(f"not built here: {request.param}")
-    monkeypatch.setenv(native.ISA_VARIABLE, request.param)
-    return str(request.param)
-
-
-def dense_attention(
-    rows: Sequence[Row],
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    alibi_slopes: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Return [N, H, D_v] in float64: no blocks, no tables, one softmax a row."""
-    out = []
-    for row in rows:
-        num_new, num_heads, _ = row.query.shape
-        group_size = num_heads // row.key.shape[1]
-        key = row.key.double().repeat_interleave(group_size, dim=1)
-        value = row.value.double().repeat_interleave(group_size, dim=1)
-        scores = scale * torch.einsum("qhd,khd->hqk", row.query.double(), key)
-        if softcap is not None:
-            scores = softcap * torch.tanh(scores / softcap)
-        distance = (
-            torch.arange(row.num_tokens) - torch.arange(row.num_past, row.num_tokens)[:, None]
-        )
-        if alibi_slopes is not None:
-            scores = scores + alibi_slopes.double()[:, None, None] * distance
-        hidden = (distance > 0) | (distance <= -(window or row.num_tokens + 1))
-        scores = scores.masked_fill(hidden, -torch.inf)
-        if sinks is not None:
-            sink = sinks.double()[:, None, None].expand(-1, num_new, 1)
-            scores = torch.cat([scores, sink], dim=2)
-        weights = scores.softmax(dim=2)[:, :, : row.num_tokens]
-        out.append(torch.einsum("hqk,khd->qhd", weights, value))
-    return torch.cat(out)
 
 
 def check(
@@ -96,10 +53,6 @@ def check(
     # With a handful of numbers, rounding alone can be worse than it is on average.
     rounding = relative_error(expected.to(out.dtype), expected)
     assert error < max(TOLERANCE[out.dtype], 1.02 * rounding), f"{error} (rounding: {rounding})"
-
-
-def relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((out.double() - expected).norm() / expected.norm())
 
 
 @MODES

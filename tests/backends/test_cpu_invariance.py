@@ -21,7 +21,7 @@ from backends.paged_batch import PagedBatch, Row, random_rows
 from hf_paged.backends import cpu_kernels, native
 from hf_paged.backends.cpu import CpuBackend
 
-pytestmark = pytest.mark.core_suite
+pytestmark = [pytest.mark.core_suite, pytest.mark.usefixtures("isa")]
 
 SHAPE: dict[str, Any] = dict(num_kv_heads=2, group_size=3, head_dim=40)
 DECODE = [(0, 1), (16, 1), (511, 1), (512, 1), (1500, 1), (2999, 1)]
@@ -31,13 +31,6 @@ ATTENTION = [
     dict(window=600),
     dict(softcap=5.0, sinks=torch.linspace(-1, 1, 6), alibi_slopes=torch.linspace(0, 0.5, 6)),
 ]
-
-
-@pytest.fixture(autouse=True, params=native.supported_isas())
-def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.param not in native.built_isas() and not os.environ.get("CI"):
-        pytest.skip(f"not built here: {request.param}")
-    monkeypatch.setenv(native.ISA_VARIABLE, request.param)
 
 
 @pytest.fixture(autouse=True)

@@ -124,7 +124,7 @@ def test_forcing_what_is_not_there_is_refused(
     message = str(raised.value)
     assert f"HF_PAGED_CPU_ISA={forced!r}" in message
     assert "this processor runs portable," in message
-    assert "the libraries built are avx512, portable" in message
+    assert "libraries are built for avx512, portable" in message
 
 
 def test_without_a_library_auto_takes_torch_and_says_so_once(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -12,21 +11,13 @@ import torch
 from hypothesis import assume, given, settings
 
 from backends.paged_batch import PagedBatch, Row, random_rows
-from hf_paged.backends import native
 from hf_paged.backends.base import LayerView
 from hf_paged.backends.cpu import CpuBackend
 from hf_paged.backends.registry import create_backend
 
-pytestmark = pytest.mark.core_suite
+pytestmark = [pytest.mark.core_suite, pytest.mark.usefixtures("isa")]
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True, params=native.supported_isas())
-def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.param not in native.built_isas() and not os.environ.get("CI"):
-        pytest.skip(f"not built here: {request.param}")
-    monkeypatch.setenv(native.ISA_VARIABLE, request.param)
 
 
 def interleaved(view: LayerView) -> LayerView:
