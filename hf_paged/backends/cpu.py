@@ -6,6 +6,7 @@ import torch
 
 from hf_paged.backends import cpu_kernels, cpu_ops, native
 from hf_paged.backends.base import AttentionBackend, LayerView
+from hf_paged.backends.cpu_checks import supports
 from hf_paged.backends.metadata import AttentionMetadata
 from hf_paged.backends.torch_gather import TorchGatherBackend
 from hf_paged.errors import InputMismatchError
@@ -44,7 +45,7 @@ class CpuBackend(AttentionBackend):
         self, key: torch.Tensor, value: torch.Tensor, view: LayerView, metadata: AttentionMetadata
     ) -> None:
         """Store new tokens, one copy of D elements a token and head."""
-        if not cpu_kernels.supports(key, value, view.key_cache, view.value_cache):
+        if not supports(key, value, view.key_cache, view.value_cache):
             self._torch.write(key, value, view, metadata)
         elif torch.compiler.is_compiling():
             cpu_ops.write(key, value, view.key_cache, view.value_cache, metadata.slot_mapping)
@@ -119,7 +120,7 @@ class CpuBackend(AttentionBackend):
     def _is_native(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, view: LayerView
     ) -> bool:
-        if not cpu_kernels.supports(query, key, value, view.key_cache, view.value_cache):
+        if not supports(query, key, value, view.key_cache, view.value_cache):
             return False
         return not torch.is_autocast_enabled("cpu") or (
             torch.get_autocast_dtype("cpu") == query.dtype

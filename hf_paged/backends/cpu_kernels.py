@@ -14,23 +14,22 @@ import torch
 
 from hf_paged.backends import native
 from hf_paged.backends.base import LayerView
+from hf_paged.backends.cpu_checks import (
+    as_int32,
+    check_copies,
+    check_query,
+    check_rows,
+    check_sizes,
+    check_slots,
+    check_tables,
+    one_a_head,
+)
 from hf_paged.backends.metadata import AttentionMetadata
-from hf_paged.errors import InputMismatchError
 
-__all__ = ["attend", "copy_blocks", "release_workspaces", "supports", "write"]
+__all__ = ["attend", "copy_blocks", "release_workspaces", "write"]
 
 _NO_WINDOW = 2**62
-_BAD_QUERY_LENGTH, _BAD_SEQUENCE_LENGTH, _BAD_BLOCK_ID = 2, 3, 4
 _workspaces = threading.local()
-
-
-def supports(*tensors: torch.Tensor) -> bool:
-    """Whether the kernels take these together: one dtype that they know."""
-    dtype = tensors[0].dtype
-    for tensor in tensors:
-        if tensor.dtype is not dtype:
-            return False
-    return dtype in native.DTYPES
 
 
 def attend(
@@ -89,8 +88,8 @@ def attend(
         metadata.derived[plan_key] = plan
     num_heads = query.shape[1]
     out = query.new_empty(query.shape[0], num_heads, value.shape[2])
-    sinks = _one_a_head("sinks", sinks, num_heads)
-    alibi_slopes = _one_a_head("alibi_slopes", alibi_slopes, num_heads)
+    sinks = one_a_head("sinks", sinks, num_heads)
+    alibi_slopes = one_a_head("alibi_slopes", alibi_slopes, num_heads)
     plan.attend(query, key, value, view, out, scale, softcap, sinks, alibi_slopes)
     return out
 
@@ -134,28 +133,9 @@ def copy_blocks(cache: torch.Tensor, source: torch.Tensor, target: torch.Tensor)
     Raises:
         InputMismatchError: ids beyond the cache, or a cache whose blocks are not contiguous.
     """
-    num_blocks = cache.shape[0]
-    if num_blocks == 0 or not cache[0].is_contiguous():
-        raise InputMismatchError(
-            f"cache has strides {cache.stride()} for shape {tuple(cache.shape)}: expected blocks, "
-            "each of them contiguous."
-        )
-    if not (source.dtype == target.dtype == torch.int64 and source.ndim == 1) or (
-        source.shape != target.shape
-    ):
-        raise InputMismatchError(
-            f"source is {source.dtype} {tuple(source.shape)} and target {target.dtype} "
-            f"{tuple(target.shape)}: expected as many int64 block ids in both."
-        )
-    read, written = source.tolist(), target.tolist()
+    read, written = check_copies(cache, source, target)
     if not read:
         return
-    for name, ids in (("source", read), ("target", written)):
-        if not 0 <= min(ids) <= max(ids) < num_blocks:
-            raise InputMismatchError(
-                f"{name} holds block ids {min(ids)} to {max(ids)}: expected ids of the "
-                f"{num_blocks} blocks of the cache."
-            )
     if not set(written).isdisjoint(read):
         cache.index_copy_(0, target, cache.index_select(0, source))
         return
@@ -191,28 +171,14 @@ class _AttentionPlan:
     ) -> None:
         num_tokens, num_heads, head_dim = query.shape
         num_kv_heads = key.shape[1]
-        _check_sizes(key, value, view, metadata)
-        if query.dtype != key.dtype:
-            raise InputMismatchError(f"query is {query.dtype}: expected {key.dtype}, as the keys.")
-        if (num_tokens, head_dim) != (key.shape[0], key.shape[2]) or (
-            num_heads % num_kv_heads or not num_heads
-        ):
-            raise InputMismatchError(
-                f"query is {tuple(query.shape)} for keys {tuple(key.shape)}: expected as many "
-                "tokens, the same head dim, and a multiple of the key heads."
-            )
-        if window is not None and window < 1:
-            raise InputMismatchError(f"window is {window}: expected at least 1, or None.")
+        check_sizes(key, value, view, metadata)
+        check_query(query, key, window)
         tables, seq_lens, cu_seqlens_q = (
-            _int32(name, getattr(metadata, name))
+            as_int32(name, getattr(metadata, name))
             for name in ("block_tables", "seq_lens", "cu_seqlens_q")
         )
         num_rows = seq_lens.shape[0]
-        if tables.shape[0] != num_rows or cu_seqlens_q.shape[0] != num_rows + 1:
-            raise InputMismatchError(
-                f"block_tables is {tuple(tables.shape)}, seq_lens {tuple(seq_lens.shape)}, "
-                f"cu_seqlens_q {tuple(cu_seqlens_q.shape)}: expected [B, W], [B] and [B + 1]."
-            )
+        check_tables(tables, seq_lens, cu_seqlens_q)
         # The addresses below are those of these tensors: they live as long as the plan.
         self._tensors = (tables, seq_lens, cu_seqlens_q)
         rows = native.Rows(
@@ -226,7 +192,7 @@ class _AttentionPlan:
             view.key_cache.shape[0],
             num_tokens,
         )
-        _check_rows(rows, _NO_WINDOW if window is None else window)
+        check_rows(rows, _NO_WINDOW if window is None else window)
         arguments = self._arguments = native.Attention(rows=rows)
         self._query, self._key, self._value = arguments.query, arguments.key, arguments.value
         self._key_cache, self._value_cache = arguments.key_cache, arguments.value_cache
@@ -275,23 +241,10 @@ class _WritePlan:
     def __init__(
         self, key: torch.Tensor, value: torch.Tensor, view: LayerView, metadata: AttentionMetadata
     ) -> None:
-        _check_sizes(key, value, view, metadata)
-        slots = metadata.slot_mapping
-        if slots.dtype != torch.int64 or slots.shape != key.shape[:1]:
-            raise InputMismatchError(
-                f"slot_mapping is {slots.dtype} {tuple(slots.shape)} for {key.shape[0]} tokens: "
-                "expected one int64 a token."
-            )
-        slots = slots.contiguous()
+        check_sizes(key, value, view, metadata)
+        slots = check_slots(metadata, num_tokens=key.shape[0])
+        # The address below is that of this tensor: it lives as long as the plan.
         self._tensors = (slots,)
-        library = native.load_library()
-        found = (ctypes.c_int64 * 4)()
-        num_slots = metadata.null_block * metadata.block_size
-        if library.check_slots(slots.data_ptr(), slots.shape[0], num_slots, found):
-            raise InputMismatchError(
-                f"slot_mapping[{found[0]}] is {found[1]}: expected less than {found[2]}, the first "
-                "slot of the null block, or a negative number for a token that is not stored."
-            )
         arguments = self._arguments = native.Write(
             slot_mapping=slots.data_ptr(),
             num_tokens=key.shape[0],
@@ -308,7 +261,7 @@ class _WritePlan:
         _set_cache_strides(self._key_cache, view.key_cache)
         _set_cache_strides(self._value_cache, view.value_cache)
         self._address = ctypes.addressof(arguments)
-        self._write = library.write_tokens
+        self._write = native.load_library().write_tokens
 
     def write(self, key: torch.Tensor, value: torch.Tensor, view: LayerView) -> None:
         self._key.data = key.data_ptr()
@@ -336,76 +289,3 @@ def _set_token_strides(tokens: Any, tensor: torch.Tensor) -> None:
 
 def _set_cache_strides(cache: Any, tensor: torch.Tensor) -> None:
     cache.block_stride, cache.head_stride, cache.token_stride = tensor.stride()[:3]
-
-
-def _one_a_head(name: str, per_head: torch.Tensor | None, num_heads: int) -> torch.Tensor | None:
-    if per_head is None:
-        return None
-    if per_head.shape != (num_heads,):
-        raise InputMismatchError(
-            f"{name} is {tuple(per_head.shape)}: expected one number for each of {num_heads} heads."
-        )
-    return per_head.to(torch.float32).contiguous()
-
-
-def _int32(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.dtype != torch.int32 or tensor.device.type != "cpu":
-        raise InputMismatchError(
-            f"{name} is {tensor.dtype} on {tensor.device}: expected int32 on cpu."
-        )
-    return tensor.contiguous()
-
-
-def _check_sizes(
-    key: torch.Tensor, value: torch.Tensor, view: LayerView, metadata: AttentionMetadata
-) -> None:
-    if not supports(key, value, view.key_cache, view.value_cache):
-        raise InputMismatchError(
-            f"key is {key.dtype}, value {value.dtype}, their caches {view.key_cache.dtype} and "
-            f"{view.value_cache.dtype}: expected the same in all, of "
-            f"{', '.join(map(str, native.DTYPES))}."
-        )
-    if key.shape[:2] != value.shape[:2]:
-        raise InputMismatchError(
-            f"key is {tuple(key.shape)} and value {tuple(value.shape)}: expected as many tokens "
-            "and heads in both."
-        )
-    if not all((*key.shape[1:], value.shape[2], metadata.block_size)):
-        raise InputMismatchError(
-            f"key is {tuple(key.shape)}, value {tuple(value.shape)}, block_size "
-            f"{metadata.block_size}: expected no size of 0 but that of the tokens."
-        )
-    for name, cache, new in (
-        ("key_cache", view.key_cache, key),
-        ("value_cache", view.value_cache, value),
-    ):
-        expected = (metadata.null_block + 1, new.shape[1], metadata.block_size, new.shape[2])
-        if tuple(cache.shape) != expected:
-            raise InputMismatchError(
-                f"{name} is {tuple(cache.shape)}: expected {expected}, [num_blocks + 1, H_kv, "
-                "block_size, D], by the metadata and the new tokens."
-            )
-        if cache.stride(3) != 1:
-            raise InputMismatchError(
-                f"{name} has strides {cache.stride()}: expected the last one to be 1."
-            )
-
-
-def _check_rows(rows: native.Rows, window: int) -> None:
-    found = (ctypes.c_int64 * 4)()
-    status = native.load_library().check_rows(ctypes.byref(rows), window, found)
-    if status == _BAD_QUERY_LENGTH:
-        raise InputMismatchError(
-            f"cu_seqlens_q[{found[0]}] is {found[1]}: expected 0 first, then numbers that do not "
-            f"fall, {found[2]} last (the tokens of query)."
-        )
-    if status == _BAD_SEQUENCE_LENGTH:
-        raise InputMismatchError(
-            f"seq_lens[{found[0]}] is {found[1]}: expected at least the row's new tokens, and its "
-            f"stored ones within the {found[2]} slots of its block table."
-        )
-    if status == _BAD_BLOCK_ID:
-        raise InputMismatchError(
-            f"block_tables[{found[0]}, {found[3]}] is {found[1]}: expected 0 to {found[2] - 1}, "
-            "the blocks of the cache."
-        )

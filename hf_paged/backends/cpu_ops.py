@@ -49,7 +49,9 @@ def _attention(
     alibi_slopes: torch.Tensor | None = None,
     batch_invariant: bool = False,
 ) -> torch.Tensor:
-    metadata = _metadata(key_cache, block_tables, seq_lens, cu_seqlens_q)
+    metadata = _metadata(
+        key_cache, block_tables=block_tables, seq_lens=seq_lens, cu_seqlens_q=cu_seqlens_q
+    )
     return cpu_kernels.attend(
         query,
         key,
@@ -72,26 +74,27 @@ def _write(
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
 ) -> None:
-    nothing = slot_mapping.new_empty(0, dtype=torch.int32)
-    metadata = _metadata(key_cache, nothing, nothing, nothing, slot_mapping)
+    metadata = _metadata(key_cache, slot_mapping=slot_mapping)
     cpu_kernels.write(key, value, LayerView(key_cache, value_cache), metadata)
 
 
 def _metadata(
     cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
+    *,
+    block_tables: torch.Tensor | None = None,
+    seq_lens: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
     slot_mapping: torch.Tensor | None = None,
 ) -> AttentionMetadata:
-    slots = cu_seqlens_q if slot_mapping is None else slot_mapping
+    """Return metadata of the given tensors; a kernel reads nothing else of it."""
+    nothing = torch.empty(0, dtype=torch.int32)
     return AttentionMetadata(
         block_size=cache.shape[2],
         null_block=cache.shape[0] - 1,
-        block_tables=block_tables,
-        seq_lens=seq_lens,
-        cu_seqlens_q=cu_seqlens_q,
-        slot_mapping=slots,
+        block_tables=nothing if block_tables is None else block_tables,
+        seq_lens=nothing if seq_lens is None else seq_lens,
+        cu_seqlens_q=nothing if cu_seqlens_q is None else cu_seqlens_q,
+        slot_mapping=nothing if slot_mapping is None else slot_mapping,
         seq_lens_list=[],
         query_lens_list=[],
     )

@@ -13,7 +13,7 @@ from hf_paged.backends.torch_gather import TorchGatherBackend
 from hf_paged.backends.torch_reference import TorchReferenceBackend
 from hf_paged.errors import ConfigurationError
 
-__all__ = ["backend_names", "create_backend"]
+__all__ = ["available_backends", "backend_names", "create_backend"]
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +27,20 @@ _AUTO_ORDER = {"cpu": (CpuBackend.name, TorchGatherBackend.name)}
 def backend_names() -> tuple[str, ...]:
     """Return every registered name, the preferred one first."""
     return tuple(_BACKENDS)
+
+
+def available_backends(device: torch.device) -> dict[str, str | None]:
+    """Return every registered name with the reason why it cannot run on ``device``, None: it can.
+
+    A setting that no backend can follow (``HF_PAGED_CPU_ISA``) is such a reason, too.
+    """
+    reasons: dict[str, str | None] = {}
+    for name, backend in _BACKENDS.items():
+        try:
+            reasons[name] = backend.unavailable_reason(device)
+        except ConfigurationError as error:
+            reasons[name] = str(error)
+    return reasons
 
 
 def create_backend(
