@@ -7,7 +7,13 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["num_free_bytes", "num_total_bytes"]
+__all__ = [
+    "address_space_left",
+    "cgroup_limits",
+    "meminfo_bytes",
+    "num_free_bytes",
+    "num_total_bytes",
+]
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _OWN_CGROUPS = Path("/proc/self/cgroup")
@@ -18,7 +24,7 @@ def num_total_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[1])
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min([total, *(limit for limit, _ in _cgroup_limits())])
+    return min([total, *(limit for limit, _ in cgroup_limits())])
 
 
 def num_free_bytes(device: torch.device) -> int:
@@ -29,21 +35,22 @@ def num_free_bytes(device: torch.device) -> int:
     """
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    free = [_meminfo("MemAvailable")]
-    free.extend(max(0, limit - used) for limit, used in _cgroup_limits())
-    free.append(_address_space_left())
+    free = [meminfo_bytes("MemAvailable")]
+    free.extend(max(0, limit - used) for limit, used in cgroup_limits())
+    free.append(address_space_left())
     known = [num_bytes for num_bytes in free if num_bytes is not None]
     return min(known) if known else num_total_bytes(device)
 
 
-def _meminfo(field: str) -> int | None:
+def meminfo_bytes(field: str) -> int | None:
+    """Return a line of /proc/meminfo, "MemAvailable" say, or None where there is none."""
     for line in _read(Path("/proc/meminfo")).splitlines():
         if line.startswith(field + ":"):
             return int(line.split()[1]) * 1024
     return None
 
 
-def _cgroup_limits() -> list[tuple[int, int]]:
+def cgroup_limits() -> list[tuple[int, int]]:
     """Return (limit, bytes in use) of the process's cgroup and of those above it, if limited.
 
     Both versions of cgroups. Page cache that the kernel drops first is not in use: reading a
@@ -77,7 +84,8 @@ def _read(path: Path) -> str:
         return ""
 
 
-def _address_space_left() -> int | None:
+def address_space_left() -> int | None:
+    """Return what RLIMIT_AS leaves to this process in bytes, or None if nothing limits it."""
     try:
         import resource
 

@@ -193,9 +193,14 @@ def _find_layout(name: str, model: PreTrainedModel, config: Any) -> KVLayout:
             "K and V of its own in every layer",
             f"{config.num_hidden_layers} layers share {len(windows)} caches",
         )
-    num_heads = config.num_attention_heads
-    num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+    try:
+        num_heads = config.num_attention_heads
+        num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+    except RuntimeError as error:  # transformers' answer where an attribute differs by layer
+        raise _missing(
+            name, "the same number and size of heads in every layer", str(error)
+        ) from error
     if not isinstance(num_kv_heads, int) or not isinstance(head_dim, int):
         raise _missing(name, "the same number and size of heads in every layer", "")
     dtype = model.dtype if model.dtype.is_floating_point else torch.get_default_dtype()

@@ -73,8 +73,8 @@ def cgroups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     own = tmp_path / "proc-self-cgroup"
     monkeypatch.setattr(memory, "_CGROUPS", tmp_path / "cgroup")
     monkeypatch.setattr(memory, "_OWN_CGROUPS", own)
-    monkeypatch.setattr(memory, "_meminfo", lambda field: 16 * GIB)
-    monkeypatch.setattr(memory, "_address_space_left", lambda: None)
+    monkeypatch.setattr(memory, "meminfo_bytes", lambda field: 16 * GIB)
+    monkeypatch.setattr(memory, "address_space_left", lambda: None)
 
     def describe(membership: str, files: dict[str, str]) -> None:
         own.write_text(membership)

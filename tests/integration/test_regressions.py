@@ -205,6 +205,8 @@ def test_a_scope_without_a_hash_is_refused_at_once():
             {"kv_lora_rank": 16, "q_lora_rank": 16, "n_routed_experts": 8, "n_group": 1},
         ),
         ("Llama4Text", {"attention_chunk_size": 8, "num_local_experts": 2, "head_dim": 8}),
+        # Sizes of heads that differ by layer: the config itself raises when asked for one.
+        ("Gemma4Text", {"head_dim": 8, "hidden_size_per_layer_input": 0}),
     ],
 )
 def test_what_cannot_page_is_refused_when_patching(name, settings):
