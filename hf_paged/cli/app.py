@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import typer
 from rich.console import Console
 
+from hf_paged.cli.doctor import doctor
+from hf_paged.cli.plan import plan
+from hf_paged.cli.simulate import simulate
 from hf_paged.errors import HFPagedError
 
 __all__ = ["app", "main"]
+
+_UsageError: Any = typer.BadParameter.__mro__[1]
+"""What the parser raises; typer keeps it in other places in other versions."""
+
+_INTERRUPTED = 130
+"""The exit code of a shell's Ctrl-C."""
 
 app = typer.Typer(
     name="hf-paged",
@@ -20,6 +30,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
+app.command()(plan)
+app.command()(doctor)
+app.command()(simulate)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -32,13 +45,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code.
     """
     try:
-        app(args=None if arguments is None else list(arguments), standalone_mode=True)
-    except SystemExit as exit_:
-        return exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
+        code = app(
+            args=None if arguments is None else list(arguments),
+            prog_name="hf-paged",
+            standalone_mode=False,
+        )
     except HFPagedError as error:
-        Console(stderr=True, highlight=False).print(f"hf-paged: {error}", markup=False)
-        return 2
-    return 0
+        return _fail(str(error))
+    except _UsageError as error:
+        return _fail(error.format_message())
+    except typer.Abort:
+        return _INTERRUPTED
+    return code if isinstance(code, int) else 0
+
+
+def _fail(message: str) -> int:
+    Console(stderr=True, highlight=False).print(
+        f"hf-paged: {message}", markup=False, soft_wrap=True
+    )
+    return 2
 
 
 if __name__ == "__main__":
