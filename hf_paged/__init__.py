@@ -9,19 +9,29 @@ those of the unpatched model.
 
 from hf_paged import errors
 from hf_paged.cache.paged_cache import PagedCache
+from hf_paged.cache.pool_view import PoolView
 from hf_paged.cache.stats import KVCacheStats
 from hf_paged.integration.patching import patch, unpatch
-from hf_paged.integration.pool import clear_prefix_cache, prefix_scope, reset_stats, stats, trim
+from hf_paged.integration.pool import (
+    clear_prefix_cache,
+    plot_pool,
+    prefix_scope,
+    reset_stats,
+    stats,
+    trim,
+)
 
 __version__ = "0.1.0"
 
 __all__ = [
     "KVCacheStats",
     "PagedCache",
+    "PoolView",
     "__version__",
     "clear_prefix_cache",
     "errors",
     "patch",
+    "plot_pool",
     "prefix_scope",
     "reset_stats",
     "stats",

@@ -63,6 +63,7 @@ class PagedCache(Cache):
         self._is_released = False
         self._is_in_forward = False
         self._num_layers: int | None = None
+        runtime.register_cache(self)
 
     # -- what is inside ----------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Hashable
 from contextvars import ContextVar
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 
@@ -93,6 +93,8 @@ class PagedRuntime:
         self.scope: ContextVar[Hashable] = ContextVar("scope", default=None)
         self.is_active = True
         self._garbage: deque[list[Sequence]] = deque()
+        self._caches: WeakValueDictionary[int, Any] = WeakValueDictionary()
+        self._num_caches = 0
         logger.info(
             "KV pool: %d blocks of %d tokens, %d bytes each, %.1f MiB in all; backend %s",
             self.num_blocks,
@@ -106,6 +108,21 @@ class PagedRuntime:
     def lock(self) -> Any:
         """Guards the pool and its sequences; re-entrant."""
         return self.scheduler.lock
+
+    @whole
+    def register_cache(self, cache: Any) -> None:
+        """Number a PagedCache, so that a picture of the pool can say whose rows it shows."""
+        with self.lock:
+            self._caches[self._num_caches] = cache
+            self._num_caches += 1
+
+    def rows_of_caches(self) -> dict[Sequence, tuple[int, int]]:
+        """Return (cache, row) of each sequence of a registered cache; the lock must be held."""
+        return {
+            sequence: (number, row)
+            for number, cache in self._caches.items()
+            for row, sequence in enumerate(cache.sequences)
+        }
 
     def discard(self, sequences: list[Sequence]) -> None:
         """Have ``sequences`` freed soon; safe inside a garbage collection."""

@@ -3,8 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from html import escape
+from typing import TYPE_CHECKING
 
-__all__ = ["KVCacheStats"]
+if TYPE_CHECKING:
+    from rich.table import Table
+
+__all__ = ["KVCacheStats", "human_bytes"]
+
+
+def human_bytes(num_bytes: float) -> str:
+    """Return a number of bytes in the unit that suits it.
+
+    >>> human_bytes(512), human_bytes(3 * 2**19)
+    ('512 B', '1.5 MiB')
+    """
+    units = ["B", "KiB", "MiB", "GiB", "TiB"]
+    while num_bytes >= 1024 and len(units) > 1:
+        num_bytes /= 1024
+        del units[0]
+    return f"{num_bytes:.0f} B" if units[0] == "B" else f"{num_bytes:,.1f} {units[0]}"
 
 
 @dataclass(frozen=True)
@@ -53,3 +71,70 @@ class KVCacheStats:
     cow_copies: int
     evictions: int
     backend: str
+
+    def __rich__(self) -> Table:
+        """Draw a table with human units."""
+        from rich import box
+        from rich.table import Table
+
+        table = Table(title="KV pool", title_justify="left", box=box.SIMPLE, show_header=False)
+        table.add_column(style="bold")
+        table.add_column(justify="right")
+        table.add_column()
+        for name, number, note in self._lines():
+            table.add_row(name, number, note)
+        return table
+
+    def _repr_html_(self) -> str:
+        head, left, right = (
+            f'style="text-align:{side};padding:.1em .8em .1em 0"'
+            for side in ("left", "left", "right")
+        )
+        lines = "".join(
+            f"<tr><th {head}>{escape(name)}</th><td {right}>{escape(number)}</td>"
+            f"<td {left}>{escape(note)}</td></tr>"
+            for name, number, note in self._lines()
+        )
+        style = 'style="border:0;font:13px/1.5 system-ui,sans-serif;color:inherit"'
+        return f"<table {style}><caption {left}><b>KV pool</b></caption>{lines}</table>"
+
+    def _lines(self) -> list[tuple[str, str, str]]:
+        """Return name, number and note of each line of the table."""
+        blocks = self.num_blocks
+
+        def part(count: int, whole: int) -> str:
+            return f"{count / whole:.0%}" if whole else "-"
+
+        def used(count: int, num_bytes: int, utilization: float) -> str:
+            note = f"{part(count, blocks)}, {human_bytes(num_bytes)}"
+            return f"{note}, {utilization:.0%} of the slots filled" if count else note
+
+        queried = self.prefix_query_tokens
+        return [
+            (
+                "pool",
+                f"{blocks:,} blocks",
+                f"of {self.block_size:,} tokens, {human_bytes(self.capacity_bytes)} in all",
+            ),
+            (
+                "used",
+                f"{self.used_blocks:,}",
+                used(self.used_blocks, self.used_bytes, self.utilization),
+            ),
+            (
+                "used at the peak",
+                f"{self.peak_used_blocks:,}",
+                used(self.peak_used_blocks, self.peak_used_bytes, self.utilization_at_peak),
+            ),
+            ("cached", f"{self.cached_blocks:,}", part(self.cached_blocks, blocks)),
+            ("free", f"{self.free_blocks:,}", part(self.free_blocks, blocks)),
+            ("live tokens", f"{self.live_tokens:,}", ""),
+            (
+                "prefix hits",
+                f"{self.prefix_hit_tokens:,}",
+                f"of {queried:,} prompt tokens, {part(self.prefix_hit_tokens, queried)}",
+            ),
+            ("copied on write", f"{self.cow_copies:,}", "blocks"),
+            ("evicted", f"{self.evictions:,}", "blocks"),
+            ("backend", self.backend, ""),
+        ]

@@ -5,10 +5,27 @@ from __future__ import annotations
 import heapq
 from collections import OrderedDict
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from hf_paged.core.prefix_index import PrefixIndex, PrefixNode
 
-__all__ = ["BlockPool"]
+__all__ = ["BlockPool", "BlockStates"]
+
+
+class BlockStates(NamedTuple):
+    """The pool at one moment: copies, so that it may go on meanwhile.
+
+    Attributes:
+        ref_counts: of each block.
+        num_filled: slots of each block that hold a token.
+        contents: the prefix and the layer group that each block is known to hold.
+        cached: ids of cached blocks, the next to be evicted first.
+    """
+
+    ref_counts: list[int]
+    num_filled: list[int]
+    contents: list[tuple[PrefixNode, int] | None]
+    cached: list[int]
 
 
 class BlockPool:
@@ -76,6 +93,12 @@ class BlockPool:
     def free_blocks(self) -> list[int]:
         """Return the ids of all free blocks, ascending."""
         return sorted(self._free)
+
+    def states(self) -> BlockStates:
+        """Return a copy of what is known of every block; changes nothing."""
+        return BlockStates(
+            self._ref_counts[:], self._num_filled[:], self._contents[:], list(self._cached)
+        )
 
     def allocate(self, num_blocks: int) -> list[int]:
         """Take blocks for writing, each with one reference; the caller frees them.

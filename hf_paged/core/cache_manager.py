@@ -50,7 +50,7 @@ class KVCacheManager:
         self.num_prefix_hit_tokens = 0
         self.num_cow_copies = 0
         self._on_emptied = on_emptied
-        self._sequences: set[KVSequence] = set()
+        self._sequences: dict[KVSequence, None] = {}
         self._released: Counter[int] = Counter()
 
     # -- one forward -------------------------------------------------------------------------
@@ -132,7 +132,7 @@ class KVCacheManager:
     def new_sequence(self) -> KVSequence:
         """Return an empty sequence; the caller frees it."""
         sequence = KVSequence(len(self.groups))
-        self._sequences.add(sequence)
+        self._sequences[sequence] = None
         return sequence
 
     def fork(self, parent: KVSequence) -> KVSequence:
@@ -154,7 +154,7 @@ class KVCacheManager:
     def free(self, sequence: KVSequence) -> None:
         """Drop all references of ``sequence``; blocks with a known prefix stay cached."""
         assert sequence in self._sequences, "sequence freed twice"
-        self._sequences.remove(sequence)
+        del self._sequences[sequence]
         self._free(self._cut(sequence, 0))
         self._move(sequence, None)
         sequence.num_tokens = 0
@@ -219,6 +219,11 @@ class KVCacheManager:
     def num_stored_sequences(self) -> int:
         """Sequences that hold a token."""
         return sum(sequence.num_tokens > 0 for sequence in self._sequences)
+
+    @property
+    def sequences(self) -> list[KVSequence]:
+        """All sequences that were not freed yet, oldest first."""
+        return list(self._sequences)
 
     def reset_stats(self) -> None:
         """Set the peak to what is used now and every counter to 0."""

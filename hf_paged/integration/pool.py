@@ -7,11 +7,12 @@ from contextlib import contextmanager
 
 import torch
 
+from hf_paged.cache.pool_view import PoolView, look_at_pool
 from hf_paged.cache.runtime import runtime_of
 from hf_paged.cache.stats import KVCacheStats
 from hf_paged.errors import ConfigurationError
 
-__all__ = ["clear_prefix_cache", "prefix_scope", "reset_stats", "stats", "trim"]
+__all__ = ["clear_prefix_cache", "plot_pool", "prefix_scope", "reset_stats", "stats", "trim"]
 
 
 def stats(model: torch.nn.Module) -> KVCacheStats:
@@ -21,6 +22,23 @@ def stats(model: torch.nn.Module) -> KVCacheStats:
         ConfigurationError: the model is not patched.
     """
     return runtime_of(model).stats()
+
+
+def plot_pool(model: torch.nn.Module) -> PoolView:
+    """Return a picture of the pool of ``model`` as it is now: which block is whose.
+
+    The last line of a notebook cell shows it; in a terminal, ``print`` or ``rich.print`` does.
+    Take it while something is stored: in a hand-written loop, in a streamer or a stopping criterion
+    of ``generate()``, from another thread. It changes nothing.
+
+    Example:
+        >>> print(hf_paged.plot_pool(model))                # doctest: +SKIP
+        >>> hf_paged.plot_pool(model).save("pool.png")      # doctest: +SKIP
+
+    Raises:
+        ConfigurationError: the model is not patched.
+    """
+    return look_at_pool(runtime_of(model))
 
 
 def reset_stats(model: torch.nn.Module) -> None:

@@ -23,10 +23,12 @@ def test_public_names_exist_and_are_documented() -> None:
     assert set(hf_paged.__all__) == {
         "KVCacheStats",
         "PagedCache",
+        "PoolView",
         "__version__",
         "clear_prefix_cache",
         "errors",
         "patch",
+        "plot_pool",
         "prefix_scope",
         "reset_stats",
         "stats",
