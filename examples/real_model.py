@@ -7,6 +7,7 @@ as a 4-bit GGUF file (98 MB), so it comes with pip and needs no account and no m
 from __future__ import annotations
 
 import importlib.util
+import inspect
 from pathlib import Path
 
 import torch
@@ -14,9 +15,34 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     GgufConfig,
+    LlamaForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+
+CACHE_NAME = (
+    "cache"
+    if "cache" in inspect.signature(LlamaForCausalLM.forward).parameters
+    else "past_key_values"
+)
+"""The argument and the output field that hold the cache: transformers 5.24 has renamed it."""
+
+
+def load(
+    name: str | None, dtype: torch.dtype = torch.float32
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load the model of that hub id or folder and its tokenizer, set to pad left.
+
+    Args:
+        name: None: SmolLM2-135M-Instruct.
+        dtype: of the weights.
+    """
+    if name is None:
+        return load_smollm2(dtype)
+    tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left")
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return AutoModelForCausalLM.from_pretrained(name, dtype=dtype).eval(), tokenizer
 
 
 def smollm2_file() -> Path:
