@@ -53,7 +53,8 @@ class KVCacheFullError(HFPagedError, MemoryError):
         num_needed_blocks: blocks that the call asked for.
         num_available_blocks: blocks that it could have had (free, or cached and evictable).
         num_rows: rows in the call.
-        num_rows_that_fit: how many of them, taken from the first on, would have fitted.
+        num_rows_that_fit: how many of them, taken from the first on, would have fitted beside the
+            blocks that all of them hold already.
     """
 
     def __init__(
