@@ -1,4 +1,4 @@
-# make demo | test | lint | dev | clean
+# make demo | test | lint | figures | dev | clean
 #
 # Everything is installed into $(VENV); a second call finds it there. Override on the command line:
 #   make test TRANSFORMERS=5.17.0 PYTEST_ARGS="-m core_suite"
@@ -18,7 +18,7 @@ PYTEST_ARGS ?=
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS)
 
-.PHONY: demo test lint dev clean FORCE
+.PHONY: demo test lint figures dev clean FORCE
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.stamp-examples
@@ -32,6 +32,10 @@ lint: $(VENV)/.stamp-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+figures: $(VENV)/.stamp-test
+	$(BIN)/python benchmarks/figures.py
+	$(BIN)/hf-paged simulate --plot docs/figures/allocators.png
 
 dev: $(VENV)/.stamp-dev
 
