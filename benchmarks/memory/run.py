@@ -178,7 +178,9 @@ def main() -> int:
     print(", ".join(f"{name} {value}" for name, value in where.items()))
     print("\n".join(table(results)))
     for variant, batch in batches.items():
-        print(f"largest batch in {arguments.budget} more than the model: {batch:4d} {variant}")
+        print(
+            f"largest batch in {mib(written['budget'])} MiB beyond the model: {batch:4d} {variant}"
+        )
     missed = [
         result["workload"]
         for result in results

@@ -17,8 +17,8 @@ __all__ = ["CpuBackend"]
 class CpuBackend(AttentionBackend):
     """K and V apart as [num_blocks, H_kv, block_size, D], fp32 arithmetic on fp32, bf16 and fp16.
 
-    What the kernels lack (float64, mixed dtypes, autocast to another dtype) runs on the code of the
-    ``torch`` backend, over the same blocks.
+    What the kernels lack (float64, autocast to another dtype) runs on the code of the ``torch``
+    backend, over the same blocks; so does what torch itself refuses, mixed dtypes.
     """
 
     name = "cpu"
