@@ -1,8 +1,8 @@
 // Attention of a few query rows over a tile: decoding, and the verification of drafts.
 //
-// Memory-bound: each K and V element is loaded and converted once for (up to four) query rows, while
-// the rows that come next are prefetched, a strip for each strip. Physical blocks are in no order that a hardware
-// prefetcher could follow; without the prefetch this is two to three times slower.
+// Memory-bound: each K and V element is loaded and converted once for (up to four) query rows,
+// while the rows that come next are prefetched, a strip for each strip. Physical blocks are in no
+// order that a hardware prefetcher could follow.
 //
 // A query row is one head of one new token; the M rows that share a K head are computed together.
 #pragma once

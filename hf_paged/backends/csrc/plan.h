@@ -60,7 +60,9 @@ class Plan {
     const int64_t head_splits = std::clamp<int64_t>(
         ceil_div(2 * num_threads, std::max<int64_t>(1, num_few)), 1, args.num_kv_heads);
     heads_per_task_ = ceil_div(args.num_kv_heads, head_splits);
-    many_parts_ = num_many < 2 * num_threads ? ceil_div(4 * num_threads, std::max<int64_t>(1, num_many)) : 1;
+    many_parts_ = num_many < 2 * num_threads
+                      ? ceil_div(4 * num_threads, std::max<int64_t>(1, num_many))
+                      : 1;
   }
 
   int64_t group_size() const { return group_size_; }
@@ -100,8 +102,8 @@ class Plan {
     };
     for_each_row([&](const Row& row) {
       if (is_few(row)) return;
-      for (int64_t end = row.num_queries; end > 0; end = (end - 1) / queries_per_task_ * queries_per_task_) {
-        const int64_t query = (end - 1) / queries_per_task_ * queries_per_task_;
+      for (int64_t query, end = row.num_queries; end > 0; end = query) {
+        query = (end - 1) / queries_per_task_ * queries_per_task_;
         Task task{};
         task.row = row.index;
         task.query_begin = query;
