@@ -33,12 +33,12 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
-from transformers import AutoModelForCausalLM, AutoTokenizer, BatchEncoding
+from transformers import BatchEncoding
 from transformers.generation.streamers import BaseStreamer
 
 import hf_paged
 from prompts import PROMPTS
-from real_model import load_smollm2
+from real_model import load
 
 MIB = 2**20
 console = Console()
@@ -104,15 +104,6 @@ class StepCounter(BaseStreamer):
 
     def end(self) -> None:
         pass
-
-
-def load(name: str | None) -> tuple[Any, Any]:
-    if name is None:
-        return load_smollm2()
-    tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left")
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    return AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).eval(), tokenizer
 
 
 def encode(tokenizer: Any, prompts: tuple[str, ...]) -> BatchEncoding:
