@@ -14,12 +14,13 @@ from typing import Any, NoReturn
 import torch
 import transformers
 from packaging.version import Version
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import DynamicCache
 
 from hf_paged.cache import dense
 from hf_paged.cache.columns import Columns
 from hf_paged.cache.runtime import PagedRuntime, runtime_of
-from hf_paged.cache.step import CURRENT_STEP, PagedStep
+from hf_paged.cache.step import PagedStep, reserve
+from hf_paged.cache.step_cache import StepCache
 from hf_paged.cache.step_inputs import StepInputs, new_tokens
 from hf_paged.core.interrupts import whole
 from hf_paged.core.sequence import Sequence
@@ -31,7 +32,7 @@ _CROP_TAKES_LENGTHS = Version(transformers.__version__) < Version("5.18")
 """Up to 5.17 a positive argument of crop is the length to keep; later it is an error."""
 
 
-class PagedCache(Cache):
+class PagedCache(StepCache):
     """K and V of a batch of rows, stored in blocks that equal prefixes share.
 
     Blocks are taken as tokens come and go back when the cache is released, leaves its ``with``
@@ -49,28 +50,27 @@ class PagedCache(Cache):
         ConfigurationError: the model is not patched.
     """
 
-    is_compileable = False
-
     def __init__(self, model: torch.nn.Module) -> None:
         self._init(runtime_of(model))
 
     def _init(self, runtime: PagedRuntime) -> None:
-        super().__init__(layers=[])
-        self.runtime = runtime
-        self._sequences: list[Sequence] | None = None
+        super().__init__(runtime)
+        self._rows = runtime.own_rows(self)
+        self._is_open = False
         self._columns = Columns(0)
         self._is_recording = False
         self._is_released = False
         self._is_in_forward = False
         self._num_layers: int | None = None
-        runtime.register_cache(self)
+        self._new_real = self._columns.real
+        self._past: dict[int, dense.StoredTokens] = {}
 
     # -- what is inside ----------------------------------------------------------------------
 
     @property
     def seq_lens(self) -> list[int]:
         """Tokens stored for each row, padding left out."""
-        return [sequence.num_tokens for sequence in self._sequences or []]
+        return [sequence.num_tokens for sequence in self._rows.sequences]
 
     @property
     def block_tables(self) -> list[list[list[int]]]:
@@ -79,13 +79,13 @@ class PagedCache(Cache):
         A Llama has one group. Entries behind a sliding window are -1.
         """
         groups = range(len(self.runtime.manager.groups))
-        rows = self._sequences or []
+        rows = self._rows.sequences
         return [[sequence.tables[group].ids.tolist() for sequence in rows] for group in groups]
 
     @property
     def sequences(self) -> list[Sequence]:
         """The rows; empty before the first forward. For this package alone."""
-        return self._sequences or []
+        return self._rows.sequences
 
     @property
     def columns(self) -> Columns:
@@ -109,11 +109,6 @@ class PagedCache(Cache):
     def _has_windows(self) -> bool:
         return any(group.window for group in self.runtime.manager.groups)
 
-    @property
-    def holds_window(self) -> bool:
-        """Whether tokens behind a window stay until the next :meth:`crop`."""
-        return self._is_recording
-
     # -- one forward -------------------------------------------------------------------------
 
     def begin_forward(self, inputs: StepInputs, num_layers: int, *, is_paged: bool) -> PagedStep:
@@ -129,13 +124,13 @@ class PagedCache(Cache):
             InputMismatchError: rows or mask do not fit the cache.
             CacheStateError: the cache is released, or in a forward of another thread.
         """
-        self._check_usable()
+        self.check_usable()
         if self._is_in_forward:
             raise CacheStateError(
                 "the cache is in a forward of another thread already: expected one forward at a "
                 "time; give each thread a cache of its own (cache.fork())."
             )
-        is_new = self._sequences is None
+        is_new = not self._is_open
         self._open_rows(inputs.num_rows)
         if self._num_layers not in (None, num_layers):
             raise InputMismatchError(
@@ -143,10 +138,7 @@ class PagedCache(Cache):
                 "expected the same number; use a new cache."
             )
         try:
-            if self._has_windows and self.columns.has_gaps:
-                # A window counts columns, the blocks count tokens; with gaps the two differ.
-                is_paged = False
-            step = PagedStep(self, inputs, num_layers, is_paged=is_paged)
+            step = self._make_step(inputs, num_layers, is_paged=is_paged)
         except BaseException:
             if is_new:
                 self._close_rows()
@@ -155,21 +147,53 @@ class PagedCache(Cache):
         self._num_layers = num_layers
         return step
 
+    def _make_step(self, inputs: StepInputs, num_layers: int, *, is_paged: bool) -> PagedStep:
+        real, hides_past = self.columns.new_columns(inputs.attention_mask, inputs.num_columns)
+        is_dense = bool(real.all())
+        if (
+            hides_past
+            or (not is_dense and self.columns.is_padded_late(real))
+            # A window counts columns, the blocks count tokens; with gaps the two differ.
+            or (self._has_windows and self.columns.has_gaps)
+        ):
+            is_paged = False
+        rows = new_tokens(self, inputs, real, hides_past=hides_past)
+        runtime, hold_window = self.runtime, self._is_recording
+        occasion = runtime.next_occasion()
+        allocation = runtime.scheduler.allocate(
+            lambda: reserve(runtime, rows, hold_window=hold_window, occasion=occasion)
+        )
+        self._new_real, self._past = real, {}
+        return PagedStep(
+            self,
+            allocation,
+            num_rows=inputs.num_rows,
+            num_columns=inputs.num_columns,
+            num_layers=num_layers,
+            token_index=None if is_dense else torch.nonzero(real.flatten())[:, 0],
+            hold_window=hold_window,
+            is_paged=is_paged,
+        )
+
     def end_forward(self, step: PagedStep, *, is_complete: bool) -> None:
         """Commit a forward, or roll it back; the cache is then ready for the next."""
         try:
+            self.settle(step, is_complete=is_complete)
             if is_complete:
-                try:
-                    step.commit()
-                except BaseException:
-                    step.rollback()
-                    raise
-            else:
-                step.rollback()
+                self._columns.append(self._new_real)
         finally:
             self._is_in_forward = False
             if self._columns.num_columns == 0:
                 self._close_rows()
+
+    def gather_past(
+        self, layer: int, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copy what ``layer`` has stored into the padded shape; see :func:`dense.gather`."""
+        group = self.runtime.group_of_layer[layer]
+        if group not in self._past:
+            self._past[group] = dense.find_stored(self, group)
+        return dense.gather(self, layer, self._past[group], key, value)
 
     @whole
     def check_prompt(self, inputs: StepInputs) -> None:
@@ -178,8 +202,8 @@ class PagedCache(Cache):
         Raises:
             KVCacheFullError: the rows do not fit together.
         """
-        self._check_usable()
-        is_new = self._sequences is None
+        self.check_usable()
+        is_new = not self._is_open
         self._open_rows(inputs.num_rows)
         runtime = self.runtime
         try:
@@ -192,28 +216,6 @@ class PagedCache(Cache):
             if is_new:
                 self._close_rows()
 
-    def update(
-        self,
-        key_states: torch.Tensor,
-        value_states: torch.Tensor,
-        layer_idx: int,
-        *args: Any,
-        **kwargs: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store K and V of one layer; called by the model's attention modules.
-
-        Raises:
-            CacheStateError: outside a forward of the patched model.
-        """
-        step = CURRENT_STEP.get()
-        if step is None or step.cache is not self:
-            self._check_usable()
-            raise CacheStateError(
-                "PagedCache.update() outside a forward of the model that it was made for: "
-                "expected model(..., past_key_values=cache) of the patched model."
-            )
-        return step.update(key_states, value_states, layer_idx)
-
     # -- lengths, as transformers asks for them ----------------------------------------------
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -224,33 +226,11 @@ class PagedCache(Cache):
         """Return the column of the next query."""
         return self._columns.num_columns
 
-    def get_max_length(self, layer_idx: int | None = None) -> int:
-        """Return a layer's window, -1 for full attention; without a layer, the largest."""
-        windows = self.runtime.layout.windows
-        if layer_idx is not None:
-            return windows[layer_idx] or -1
-        return max(window or -1 for window in windows)
-
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         """Return how many columns a layer's mask covers, and the first of them."""
         num_past, window = self._columns.num_columns, self.runtime.layout.windows[layer_idx]
         first = 0 if window is None else max(0, num_past - window + 1)
         return num_past - first + query_length, first
-
-    @property
-    def is_sliding(self) -> list[bool]:
-        """Whether each layer has a window."""
-        return [window is not None for window in self.runtime.layout.windows]
-
-    @property
-    def is_linear(self) -> list[bool]:
-        """False for every layer; a list, since ``all([])`` is True."""
-        return [False] * len(self)
-
-    @property
-    def is_dummy(self) -> list[bool]:
-        """False for every layer."""
-        return [False] * len(self)
 
     @property
     def is_croppable(self) -> bool:
@@ -260,16 +240,12 @@ class PagedCache(Cache):
     @property
     def is_initialized(self) -> bool:
         """Whether a forward has stored something."""
-        return self._sequences is not None
+        return self._is_open
 
     @property
     def batch_size(self) -> int:
         """Rows, -1 before the first forward."""
-        return -1 if self._sequences is None else len(self._sequences)
-
-    def __len__(self) -> int:
-        """Return the number of layers."""
-        return self.runtime.layout.num_layers
+        return len(self.sequences) if self._is_open else -1
 
     def __repr__(self) -> str:
         """Show the rows at a glance."""
@@ -369,9 +345,10 @@ class PagedCache(Cache):
         twin = type(self).__new__(type(self))
         twin._init(self.runtime)
         with self.runtime.lock:
-            if self._sequences is not None:
-                twin._sequences = [self.runtime.manager.fork(s) for s in self._sequences]
-                twin._columns = self._columns.select(list(range(len(self._sequences))))
+            if self._is_open:
+                twin._rows.sequences = [self.runtime.manager.fork(s) for s in self.sequences]
+                twin._columns = self._columns.select(list(range(len(self.sequences))))
+                twin._is_open = True
         twin._is_recording = self._is_recording
         twin._num_layers = self._num_layers
         return twin
@@ -421,25 +398,20 @@ class PagedCache(Cache):
         """Release the cache."""
         self.release()
 
-    def __del__(self) -> None:
-        """Give the blocks back; the pool's lock may be held, so leave the work to the pool."""
-        sequences = getattr(self, "_sequences", None)
-        if sequences:
-            self.runtime.discard(sequences)
-
     # -- inside ------------------------------------------------------------------------------
 
-    def _check_usable(self) -> None:
+    def check_usable(self) -> None:
+        """Raise if the cache was released or its model unpatched.
+
+        Raises:
+            CacheStateError: either.
+        """
         if self._is_released:
             raise CacheStateError("the cache was released: expected a live one; make a new one.")
-        if not self.runtime.is_active:
-            raise CacheStateError(
-                "the model of this cache was unpatched and its memory is gone; patch it again and "
-                "make a new cache."
-            )
+        super().check_usable()
 
     def _check_idle(self) -> None:
-        self._check_usable()
+        self.check_usable()
         if self._is_in_forward:
             raise CacheStateError(
                 "the cache is in a forward: expected no fork(), crop(), reordering, reset() or "
@@ -448,13 +420,16 @@ class PagedCache(Cache):
 
     @whole
     def _open_rows(self, num_rows: int) -> None:
-        if self._sequences is None:
+        if not self._is_open:
             with self.runtime.lock:
-                self._sequences = [self.runtime.manager.new_sequence() for _ in range(num_rows)]
+                self._rows.sequences = [
+                    self.runtime.manager.new_sequence() for _ in range(num_rows)
+                ]
             self._columns = Columns(num_rows)
-        elif len(self._sequences) != num_rows:
+            self._is_open = True
+        elif len(self.sequences) != num_rows:
             raise InputMismatchError(
-                f"the cache holds {len(self._sequences)} rows, the inputs have {num_rows}: "
+                f"the cache holds {len(self.sequences)} rows, the inputs have {num_rows}: "
                 "expected the same number; use a new cache, batch_select_indices(), or for beams "
                 "and return sequences batch_repeat_interleave()."
             )
@@ -462,17 +437,18 @@ class PagedCache(Cache):
     @whole
     def _close_rows(self) -> None:
         with self.runtime.lock:
-            for sequence in self._sequences or []:
+            for sequence in self.sequences:
                 self.runtime.manager.free(sequence)
-            self._sequences = None
+            self._rows.sequences = []
+            self._is_open = False
             self._columns = Columns(0)
             self._num_layers = None
 
     @whole
     def _select(self, rows: list[int]) -> None:
         self._check_idle()
-        sequences = self._sequences
-        if sequences is None or rows == list(range(len(sequences))):
+        sequences = self.sequences
+        if not self._is_open or rows == list(range(len(sequences))):
             return
         for row in rows:
             if not 0 <= row < len(sequences):
@@ -489,5 +465,5 @@ class PagedCache(Cache):
             for row, sequence in enumerate(sequences):
                 if row not in moved:
                     manager.free(sequence)
-            self._sequences = selected
+            self._rows.sequences = selected
             self._columns = self._columns.select(rows)

@@ -6,8 +6,9 @@ import logging
 from collections import deque
 from collections.abc import Hashable
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 
@@ -25,6 +26,7 @@ from hf_paged.errors import ConfigurationError
 
 __all__ = [
     "Computation",
+    "OwnedRows",
     "PagedRuntime",
     "find_runtime",
     "inner_model",
@@ -37,6 +39,19 @@ logger = logging.getLogger("hf_paged")
 _DEFAULT_BLOCK_SIZE = 16
 
 _runtimes: WeakKeyDictionary[torch.nn.Module, PagedRuntime] = WeakKeyDictionary()
+
+
+@dataclass(eq=False)
+class OwnedRows:
+    """The sequences of one cache or one running call.
+
+    Attributes:
+        number: by which a picture of the pool names the owner.
+        sequences: freed when the owner is garbage-collected.
+    """
+
+    number: int
+    sequences: list[Sequence] = field(default_factory=list)
 
 
 class Computation(Protocol):
@@ -92,9 +107,9 @@ class PagedRuntime:
         self.current_call: ContextVar[Call | None] = ContextVar("current_call", default=None)
         self.scope: ContextVar[Hashable] = ContextVar("scope", default=None)
         self.is_active = True
-        self._garbage: deque[list[Sequence]] = deque()
-        self._caches: WeakValueDictionary[int, Any] = WeakValueDictionary()
-        self._num_caches = 0
+        self._owned: dict[ref[Any], OwnedRows] = {}
+        self._dead_owners: deque[ref[Any]] = deque()
+        self._num_owners = 0
         logger.info(
             "KV pool: %d blocks of %d tokens, %d bytes each, %.1f MiB in all; backend %s",
             self.num_blocks,
@@ -110,29 +125,39 @@ class PagedRuntime:
         return self.scheduler.lock
 
     @whole
-    def register_cache(self, cache: Any) -> None:
-        """Number a PagedCache, so that a picture of the pool can say whose rows it shows."""
+    def own_rows(self, owner: Any) -> OwnedRows:
+        """Return a place for the sequences of ``owner``, freed soon after it is collected.
+
+        A finalizer in Python could be interrupted, and could run while the lock is held. So the
+        interpreter itself notes who died, and :meth:`reclaim` looks.
+        """
         with self.lock:
-            self._caches[self._num_caches] = cache
-            self._num_caches += 1
+            rows = OwnedRows(self._num_owners)
+            self._num_owners += 1
+            self._owned[ref(owner, self._dead_owners.append)] = rows
+            return rows
 
     def rows_of_caches(self) -> dict[Sequence, tuple[int, int]]:
-        """Return (cache, row) of each sequence of a registered cache; the lock must be held."""
+        """Return (cache, row) of each sequence that has an owner; the lock must be held."""
         return {
-            sequence: (number, row)
-            for number, cache in self._caches.items()
-            for row, sequence in enumerate(cache.sequences)
+            sequence: (rows.number, row)
+            for rows in self._owned.values()
+            for row, sequence in enumerate(rows.sequences)
         }
 
-    def discard(self, sequences: list[Sequence]) -> None:
-        """Have ``sequences`` freed soon; safe inside a garbage collection."""
-        self._garbage.append(sequences)
+    def next_occasion(self) -> str:
+        """Count a forward of the running call; say for an error message which one it is."""
+        call = self.current_call.get()
+        if call is None:
+            return "a forward"
+        call.num_steps += 1
+        return f"step {call.num_steps - 1} of generate()"
 
     @whole
     def reclaim(self) -> None:
-        """Free what :meth:`discard` collected; the lock must be held."""
-        while self._garbage:
-            for sequence in self._garbage.popleft():
+        """Free the sequences of owners that were collected; the lock must be held."""
+        while self._dead_owners:
+            for sequence in self._owned.pop(self._dead_owners.popleft()).sequences:
                 self.manager.free(sequence)
 
     def version(self, *, is_first_forward: bool, is_prompt: bool) -> tuple[Hashable | None, bool]:

@@ -1,10 +1,11 @@
-"""One forward over a paged cache: from the inputs of the call to the attention of each layer.
+"""One forward over a paged cache: from reserved blocks to the attention of each layer.
 
-    PagedStep() ─▶ (update ─▶ attend) for each layer ─▶ commit
-         │                any exception ─▶ rollback
+    reserve ─▶ PagedStep() ─▶ (update ─▶ attend) for each layer ─▶ commit
+                                     any exception ─▶ rollback
 
-Dimensions: B rows, T columns of this forward, P columns before it, N new tokens that are real, H
-query heads, H_kv key/value heads, D head dim.
+Dimensions: B x T the shape in which the model computes, N new tokens that are real, H query heads,
+H_kv key/value heads, D head dim. A rectangle has a row a sequence and may hold padding; packed
+tokens have none, and their sequences lie end to end in [1, N] or one below the other in [N, 1].
 """
 
 from __future__ import annotations
@@ -16,28 +17,55 @@ import numpy as np
 import torch
 
 from hf_paged.backends.metadata import AttentionMetadata
-from hf_paged.cache.dense import StoredTokens, find_stored, gather
-from hf_paged.cache.step_inputs import StepInputs, new_tokens
-from hf_paged.core.allocation import Allocation
+from hf_paged.core.allocation import Allocation, NewTokens
 from hf_paged.core.block_table import NO_BLOCK
 from hf_paged.errors import CacheStateError, PagedGradientError, UnsupportedModelError
 
 if TYPE_CHECKING:
-    from hf_paged.cache.paged_cache import PagedCache
+    from hf_paged.cache.runtime import PagedRuntime
+    from hf_paged.cache.step_cache import StepCache
 
-__all__ = ["CURRENT_STEP", "PagedStep"]
+__all__ = ["CURRENT_STEP", "PagedStep", "reserve"]
 
 CURRENT_STEP: ContextVar[PagedStep | None] = ContextVar("current_step", default=None)
 """The forward that this thread is in, if it carries a paged cache."""
 
 
+def reserve(
+    runtime: PagedRuntime, rows: list[NewTokens], *, hold_window: bool, occasion: str
+) -> Allocation:
+    """Take the blocks of a forward and copy those that it writes although others read them.
+
+    Mutates block tables; ``manager.commit`` or ``manager.rollback`` must follow. The lock must be
+    held.
+
+    Raises:
+        KVCacheFullError: too few blocks; nothing has changed.
+    """
+    allocation = runtime.manager.begin(rows, hold_window=hold_window, occasion=occasion)
+    if runtime.config.debug:
+        runtime.storage.poison(allocation.new_blocks)
+    runtime.storage.copy_blocks(allocation.copies)
+    return allocation
+
+
 class PagedStep:
-    """A forward in progress; reserves its blocks when made.
+    """A forward in progress, over blocks that were reserved for it.
 
     Ended by :meth:`commit` or :meth:`rollback`.
 
-    Attributes:
+    Args:
         cache: the cache that the call carries.
+        allocation: what :func:`reserve` returned; rolled back if this fails.
+        num_rows: B.
+        num_columns: T.
+        num_layers: layers that the forward runs.
+        token_index: [N] int64, where the real tokens are in B x T; None: everywhere.
+        hold_window: keep what falls behind a window, because a crop may bring it back.
+        is_paged: see below.
+
+    Attributes:
+        cache: as given.
         is_paged: True: layers attend through the backend. False ("gathered"): the model's own
             attention runs, with its own mask, over K and V gathered into the padded shape; for
             masks and outputs that no backend knows, slower and exact.
@@ -45,34 +73,32 @@ class PagedStep:
     """
 
     def __init__(
-        self, cache: PagedCache, inputs: StepInputs, num_layers: int, *, is_paged: bool
+        self,
+        cache: StepCache,
+        allocation: Allocation,
+        *,
+        num_rows: int,
+        num_columns: int,
+        num_layers: int,
+        token_index: torch.Tensor | None,
+        hold_window: bool,
+        is_paged: bool,
     ) -> None:
         self.cache = cache
         self.is_paged = is_paged
         self.masks_issued = False
         self._runtime = cache.runtime
-        self._inputs = inputs
+        self._allocation = allocation
+        self._num_rows = num_rows
+        self._num_columns = num_columns
         self._num_layers = num_layers
+        self._token_index = token_index
+        self._hold_window = hold_window
         self._updated: set[int] = set()
         self._awaiting: int | None = None
         self._new_kv: tuple[torch.Tensor, torch.Tensor] | None = None
         self._returned: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._stored: dict[int, StoredTokens] = {}
         self._on_device: dict[tuple[Any, ...], Any] = {}
-        real, hides_past = cache.columns.new_columns(inputs.attention_mask, inputs.num_columns)
-        is_dense = bool(real.all())
-        if hides_past or (not is_dense and cache.columns.is_padded_late(real)):
-            self.is_paged = False
-        self._real = real
-        self._hold_window = cache.holds_window
-        self._rows = new_tokens(cache, inputs, real, hides_past=hides_past)
-        call = self._runtime.current_call.get()
-        occasion = "a forward"
-        if call is not None:
-            occasion = f"step {call.num_steps} of generate()"
-            call.num_steps += 1
-        self._token_index = None if is_dense else torch.nonzero(real.flatten())[:, 0]
-        self._allocation = self._runtime.scheduler.allocate(lambda: self._allocate(occasion))
         try:
             groups = range(len(self._runtime.manager.groups))
             self._metadata = [self._build_metadata(group) for group in groups]
@@ -114,10 +140,7 @@ class PagedStep:
             self._awaiting = layer
             self._new_kv = (new_key, new_value)
             return key, value
-        group = self._runtime.group_of_layer[layer]
-        if group not in self._stored:
-            self._stored[group] = find_stored(self.cache, group)
-        past_key, past_value = gather(self.cache, layer, self._stored[group], key, value)
+        past_key, past_value = self.cache.gather_past(layer, key, value)
         if torch.is_grad_enabled() and key.requires_grad and past_key.shape[2]:
             past_key, past_value = (
                 _StopGradient.apply(past, key)  # type: ignore[no-untyped-call]
@@ -211,7 +234,6 @@ class PagedStep:
             )
         with self._runtime.lock:
             self._runtime.manager.commit(self._allocation, hold_window=self._hold_window)
-            self.cache.columns.append(self._real)
             if self._runtime.config.debug:
                 self._runtime.manager.check_integrity()
 
@@ -224,16 +246,6 @@ class PagedStep:
 
     def _group(self, layer: int) -> Any:
         return self._runtime.manager.groups[self._runtime.group_of_layer[layer]]
-
-    def _allocate(self, occasion: str) -> Allocation:
-        runtime = self._runtime
-        allocation = runtime.manager.begin(
-            self._rows, hold_window=self._hold_window, occasion=occasion
-        )
-        if runtime.config.debug:
-            runtime.storage.poison(allocation.new_blocks)
-        runtime.storage.copy_blocks(allocation.copies)
-        return allocation
 
     def _check_storage(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         runtime = self._runtime
@@ -273,12 +285,11 @@ class PagedStep:
 
     def _unpack(self, packed: torch.Tensor) -> torch.Tensor:
         """Turn [N, H, D] into [B, T, H, D], zeros where a column is padding."""
-        num_rows, num_columns = self._inputs.num_rows, self._inputs.num_columns
         if self._token_index is not None:
             index = self._tensor("index", self._token_index, packed.device)
-            padded = packed.new_zeros(num_rows * num_columns, *packed.shape[1:])
+            padded = packed.new_zeros(self._num_rows * self._num_columns, *packed.shape[1:])
             packed = padded.index_copy_(0, index, packed)
-        return packed.view(num_rows, num_columns, *packed.shape[1:])
+        return packed.view(self._num_rows, self._num_columns, *packed.shape[1:])
 
     # -- metadata ----------------------------------------------------------------------------
 

@@ -34,8 +34,13 @@ PNG = b"\x89PNG\r\n\x1a\n"
 class Rows:
     """A cache, as far as its runtime knows it."""
 
-    def __init__(self, *sequences: Sequence) -> None:
-        self.sequences = list(sequences)
+    def __init__(self, runtime: PagedRuntime, *sequences: Sequence) -> None:
+        self.rows = runtime.own_rows(self)
+        self.rows.sequences = list(sequences)
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        return self.rows.sequences
 
 
 def make_runtime(num_blocks: int, windows: tuple[int | None, ...] = (None,)) -> PagedRuntime:
@@ -54,10 +59,7 @@ def story(num_blocks: int = 12) -> tuple[PagedRuntime, list[Rows]]:
     run(manager, new(child, [30]))
     other = start(manager, [*PROMPT[:8], 40])
     manager.free(gone)
-    caches = [Rows(parent, child), Rows(other)]
-    for cache in caches:
-        runtime.register_cache(cache)
-    return runtime, caches
+    return runtime, [Rows(runtime, parent, child), Rows(runtime, other)]
 
 
 # -- who owns what -----------------------------------------------------------------------------
@@ -120,15 +122,14 @@ def test_caches_keep_their_number_and_rows_their_order() -> None:
     caches[0].sequences.reverse()
     names = {s.name: s.tables[0] for s in look_at_pool(runtime).sequences}
     assert names["cache 0 row 0"] == (2, 3, 5)
-    for sequence in caches.pop(0).sequences:
-        runtime.manager.free(sequence)
+    caches.pop(0)
     assert [s.name for s in look_at_pool(runtime).sequences] == ["cache 1 row 0"]
 
 
 def test_sequences_of_no_known_cache_are_numbered_by_age() -> None:
     runtime = make_runtime(12)
     first, second = start(runtime.manager, PROMPT), start(runtime.manager, [7, 8])
-    runtime.register_cache(known := Rows(start(runtime.manager, [9])))
+    known = Rows(runtime, start(runtime.manager, [9]))
     view = look_at_pool(runtime)
     assert [s.name for s in view.sequences] == ["cache 0 row 0", "sequence 0", "sequence 1"]
     expected = [table(sequence) for sequence in (*known.sequences, first, second)]
@@ -182,7 +183,7 @@ def test_a_view_stays_as_it_was() -> None:
 
 def test_blocks_of_collected_caches_are_not_shown() -> None:
     runtime, caches = story()
-    runtime.discard(caches.pop().sequences)
+    caches.pop()
     assert [s.name for s in look_at_pool(runtime).sequences] == ["cache 0 row 0", "cache 0 row 1"]
 
 
@@ -218,9 +219,7 @@ def test_rich_prints_it_in_colour_and_where_only_ascii_goes(encoding: str) -> No
 @pytest.mark.parametrize("width", [8, 20, 40, 200])
 def test_lines_keep_to_the_width(width: int) -> None:
     runtime = make_runtime(3000)
-    caches = [Rows(start(runtime.manager, [seed, *range(4000)])) for seed in range(2)]
-    for cache in caches:
-        runtime.register_cache(cache)
+    caches = [Rows(runtime, start(runtime.manager, [seed, *range(4000)])) for seed in range(2)]
     for seed in range(30):  # ids that do not count up cannot be drawn together
         run(runtime.manager, *(new(c.sequences[0], [seed] * 4) for c in caches))
     lines = to_text(look_at_pool(runtime), width=width).splitlines()
@@ -231,9 +230,7 @@ def test_lines_keep_to_the_width(width: int) -> None:
 
 def test_many_sequences() -> None:
     runtime = make_runtime(80)
-    caches = [Rows(start(runtime.manager, [token])) for token in range(70)]
-    for cache in caches:
-        runtime.register_cache(cache)
+    _caches = [Rows(runtime, start(runtime.manager, [token])) for token in range(70)]
     view = look_at_pool(runtime)
     text = to_text(view, width=100)
     assert "z■■■" in text
@@ -277,9 +274,7 @@ def test_100_000_blocks_are_drawn_quickly_and_small() -> None:
 def test_html_stays_small_with_many_groups_rows_and_scattered_tables() -> None:
     runtime = make_runtime(1000, windows=(None, 512, 512, 512, 512, 512))
     manager = runtime.manager
-    caches = [Rows(*(manager.new_sequence() for _ in range(10))) for _ in range(2)]
-    for cache in caches:
-        runtime.register_cache(cache)
+    caches = [Rows(runtime, *(manager.new_sequence() for _ in range(10))) for _ in range(2)]
     rows = [sequence for cache in caches for sequence in cache.sequences]
     for _ in range(32):  # row after row takes a block, so no two neighbours can be drawn together
         for sequence in rows[:5]:
