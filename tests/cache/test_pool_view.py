@@ -279,7 +279,7 @@ def test_html_stays_small_with_many_groups_rows_and_scattered_tables() -> None:
     for _ in range(32):  # row after row takes a block, so no two neighbours can be drawn together
         for sequence in rows[:5]:
             run(manager, NewTokens(sequence, 4))
-    caches += [Rows(*(manager.fork(sequence) for sequence in rows)) for _ in range(8)]
+    caches += [Rows(runtime, *(manager.fork(sequence) for sequence in rows)) for _ in range(8)]
     view = look_at_pool(runtime)
     assert (len(view.sequences), view.num_shared) == (45, 960)
     html = view._repr_html_()
