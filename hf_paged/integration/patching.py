@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from hf_paged.cache.paged_cache import PagedCache
 from hf_paged.cache.runtime import (
     PagedRuntime,
     find_runtime,
@@ -27,6 +26,7 @@ from hf_paged.cache.runtime import (
     runtime_of,
 )
 from hf_paged.cache.step import CURRENT_STEP
+from hf_paged.cache.step_cache import StepCache
 from hf_paged.cache.step_inputs import StepInputs
 from hf_paged.config import KVMemory, PagedConfig
 from hf_paged.core.interrupts import interruptible, uninterrupted
@@ -198,7 +198,7 @@ def _paged_base_class(seams: ModelSeams, runtime: PagedRuntime) -> type:
             arguments = signature.bind_partial(self, *args, **kwargs).arguments
             arguments |= arguments.pop("kwargs", {})
             cache = arguments.get(cache_name, arguments.get("past_key_values"))
-            if not isinstance(cache, PagedCache):
+            if not isinstance(cache, StepCache):
                 return _run(None, own_forward, args, kwargs)
             if cache.runtime is not runtime:
                 raise ConfigurationError(
@@ -261,7 +261,7 @@ def _run(step: Any, forward: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _run_paged(
-    base: Any, cache: PagedCache, arguments: dict[str, Any], forward: Any, args: Any, kwargs: Any
+    base: Any, cache: StepCache, arguments: dict[str, Any], forward: Any, args: Any, kwargs: Any
 ) -> Any:
     """Run a forward as one transaction on ``cache``."""
     inputs, has_plain_mask = _step_inputs(arguments)
