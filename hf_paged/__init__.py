@@ -11,6 +11,8 @@ from hf_paged import errors
 from hf_paged.cache.paged_cache import PagedCache
 from hf_paged.cache.pool_view import PoolView
 from hf_paged.cache.stats import KVCacheStats
+from hf_paged.generation.batch import RequestOutput, generate_batch
+from hf_paged.generation.row_wise import row_wise
 from hf_paged.integration.patching import patch, unpatch
 from hf_paged.integration.pool import (
     clear_prefix_cache,
@@ -27,13 +29,16 @@ __all__ = [
     "KVCacheStats",
     "PagedCache",
     "PoolView",
+    "RequestOutput",
     "__version__",
     "clear_prefix_cache",
     "errors",
+    "generate_batch",
     "patch",
     "plot_pool",
     "prefix_scope",
     "reset_stats",
+    "row_wise",
     "stats",
     "trim",
     "unpatch",

@@ -39,6 +39,10 @@ class PagedConfig:
         backend: name of a registered backend, or "auto".
         prefix_caching: keep blocks after a call and reuse them.
         batch_invariant: a row's attention output does not depend on the other rows' bits or number.
+        max_batch_tokens: tokens that one forward of a packed call computes at most, decoding rows
+            aside; None: chosen for the device.
+        packed_hooks: run models that carry the user's own hooks packed as well.
+        verify: "auto", True or False, see :func:`hf_paged.patch`.
         debug: poison blocks with NaN and check every invariant at every step.
 
     Raises:
@@ -51,6 +55,9 @@ class PagedConfig:
     backend: str = "auto"
     prefix_caching: bool = True
     batch_invariant: bool = False
+    max_batch_tokens: int | None = None
+    packed_hooks: bool = False
+    verify: str | bool = "auto"
     debug: bool = False
 
     def __post_init__(self) -> None:
@@ -79,7 +86,14 @@ class PagedConfig:
                 f"backend must be a name or 'auto', got {self.backend!r} of type "
                 f"{type(self.backend).__name__}; pass backend='auto'."
             )
-        for name in ("prefix_caching", "batch_invariant", "debug"):
+        if self.max_batch_tokens is not None and not _is_int(self.max_batch_tokens, at_least=1):
+            raise ConfigurationError(
+                f"max_batch_tokens must be an integer of at least 1, got {self.max_batch_tokens!r};"
+                " pass e.g. max_batch_tokens=2048."
+            )
+        if self.verify != "auto" and not isinstance(self.verify, bool):
+            raise ConfigurationError(f"verify must be 'auto', True or False, got {self.verify!r}.")
+        for name in ("prefix_caching", "batch_invariant", "packed_hooks", "debug"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigurationError(
                     f"{name} must be True or False, got {getattr(self, name)!r}."

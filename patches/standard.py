@@ -13,5 +13,6 @@ SPEC = ModelSpec(
         "phi3",
         "qwen2",
         "qwen3",
-    )
+    ),
+    packed=True,
 )

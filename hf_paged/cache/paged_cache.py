@@ -60,6 +60,7 @@ class PagedCache(StepCache):
         self._columns = Columns(0)
         self._is_recording = False
         self._is_released = False
+        self._reason_of_release: str | None = None
         self._is_in_forward = False
         self._num_layers: int | None = None
         self._new_real = self._columns.real
@@ -194,6 +195,28 @@ class PagedCache(StepCache):
         if group not in self._past:
             self._past[group] = dense.find_stored(self, group)
         return dense.gather(self, layer, self._past[group], key, value)
+
+    @whole
+    def take_over(self, sequences: list[Sequence], real: torch.Tensor) -> None:
+        """Make an empty cache hold rows that a packed call has computed. For this package alone.
+
+        Args:
+            sequences: one a row; freed by this cache from now on.
+            real: [B, C] bool on the CPU, the columns of the rectangle that are no padding.
+        """
+        self._check_idle()
+        assert not self._is_open
+        with self.runtime.lock:
+            self._rows.sequences = sequences
+            self._columns = Columns(len(sequences))
+            self._columns.append(real)
+            self._is_open = True
+            self._num_layers = self.runtime.layout.num_layers
+
+    def abandon(self, reason: str) -> None:
+        """Release the cache; say ``reason`` to whoever uses it. For this package alone."""
+        self.release()
+        self._reason_of_release = reason
 
     @whole
     def check_prompt(self, inputs: StepInputs) -> None:
@@ -407,7 +430,9 @@ class PagedCache(StepCache):
             CacheStateError: either.
         """
         if self._is_released:
-            raise CacheStateError("the cache was released: expected a live one; make a new one.")
+            raise CacheStateError(
+                f"the cache was released: {self._reason_of_release or 'make a new one.'}"
+            )
         super().check_usable()
 
     def _check_idle(self) -> None:

@@ -20,6 +20,7 @@ from hf_paged.cache.storage import KVStorage
 from hf_paged.config import PagedConfig, parse_kv_memory
 from hf_paged.core.cache_manager import KVCacheManager
 from hf_paged.core.interrupts import interruptible, whole
+from hf_paged.core.row_scheduler import RowScheduler
 from hf_paged.core.scheduler import Call, Scheduler
 from hf_paged.core.sequence import Sequence
 from hf_paged.errors import ConfigurationError
@@ -37,6 +38,7 @@ __all__ = [
 logger = logging.getLogger("hf_paged")
 
 _DEFAULT_BLOCK_SIZE = 16
+_DEFAULT_BATCH_TOKENS = 2048
 
 _runtimes: WeakKeyDictionary[torch.nn.Module, PagedRuntime] = WeakKeyDictionary()
 
@@ -106,6 +108,11 @@ class PagedRuntime:
         self.scheduler = Scheduler(self.num_blocks, self.reclaim)
         self.current_call: ContextVar[Call | None] = ContextVar("current_call", default=None)
         self.scope: ContextVar[Hashable] = ContextVar("scope", default=None)
+        self.max_batch_tokens = config.max_batch_tokens or _DEFAULT_BATCH_TOKENS
+        self.row_schedulers: list[RowScheduler] = []
+        self.packed_model: Any = None
+        self.num_preemptions = 0
+        self.num_avoided_tokens = 0
         self.is_active = True
         self._owned: dict[ref[Any], OwnedRows] = {}
         self._dead_owners: deque[ref[Any]] = deque()
@@ -190,6 +197,12 @@ class PagedRuntime:
             call.version, call.keep = version, keep
         return version, keep
 
+    @property
+    def hit_rate(self) -> float:
+        """Part of the prompt tokens looked up since the last reset that was stored already."""
+        queried = self.manager.num_prefix_query_tokens
+        return self.manager.num_prefix_hit_tokens / queried if queried else 0.0
+
     @whole
     def stats(self) -> KVCacheStats:
         """Return the figures of this moment."""
@@ -214,6 +227,12 @@ class PagedRuntime:
                 prefix_hit_tokens=manager.num_prefix_hit_tokens,
                 cow_copies=manager.num_cow_copies,
                 evictions=pool.num_evictions,
+                running=sum(rows.num_active for rows in self.row_schedulers),
+                waiting=sum(rows.num_waiting for rows in self.row_schedulers),
+                preemptions=self.num_preemptions
+                + sum(rows.num_preemptions for rows in self.row_schedulers),
+                computed_tokens=manager.num_computed_tokens,
+                padded_tokens_avoided=self.num_avoided_tokens,
                 backend=self.backend.name,
             )
 
@@ -223,6 +242,9 @@ class PagedRuntime:
         with self.lock:
             self.reclaim()
             self.manager.reset_stats()
+            self.num_preemptions = self.num_avoided_tokens = 0
+            for rows in self.row_schedulers:
+                rows.num_preemptions = 0
 
     @whole
     def clear_prefix_cache(self) -> None:

@@ -50,6 +50,12 @@ class KVCacheStats:
         prefix_hit_tokens: of these, tokens whose blocks were there already.
         cow_copies: blocks copied because a sequence wrote into one that others read.
         evictions: cached blocks that gave way to new ones.
+        running: rows of packed calls that hold blocks now.
+        waiting: rows of packed calls that hold none and wait for some.
+        preemptions: times that a row gave its blocks back to let an older one go on.
+        computed_tokens: tokens that went through a forward with a paged cache, padding left out.
+        padded_tokens_avoided: tokens, padding included, that rectangles would have computed for
+            the packed calls, less what these computed.
         backend: name of the attention backend.
     """
 
@@ -70,6 +76,11 @@ class KVCacheStats:
     prefix_hit_tokens: int
     cow_copies: int
     evictions: int
+    running: int
+    waiting: int
+    preemptions: int
+    computed_tokens: int
+    padded_tokens_avoided: int
     backend: str
 
     def __rich__(self) -> Table:
@@ -136,5 +147,12 @@ class KVCacheStats:
             ),
             ("copied on write", f"{self.cow_copies:,}", "blocks"),
             ("evicted", f"{self.evictions:,}", "blocks"),
+            ("rows", f"{self.running:,}", f"running, {self.waiting:,} waiting"),
+            ("gave way", f"{self.preemptions:,}", "times a row waited for an older one"),
+            (
+                "computed",
+                f"{self.computed_tokens:,}",
+                f"tokens; {self.padded_tokens_avoided:,} that a padded batch computes were not",
+            ),
             ("backend", self.backend, ""),
         ]

@@ -8,7 +8,7 @@ it out.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from hf_paged.core.block_pool import BlockPool
@@ -65,6 +65,11 @@ class RowAllocation:
     table_lengths: list[int] = field(default_factory=list)
     num_hit_tokens: int = 0
 
+    @property
+    def is_prompt(self) -> bool:
+        """Whether the tokens are (part of) a prompt, not one decoded token."""
+        return self.start == 0 or self.end - self.start > 1
+
     def slots(self, group: int, block_size: int) -> list[int]:
         """Return the slot of each new token in a layer group, -1 where it is not stored."""
         slots = [-1] * (self.end - self.start)
@@ -113,8 +118,16 @@ class AllocationPlanner:
         self.block_size = block_size
         self.groups = groups
 
-    def plan(self, rows: Iterable[NewTokens], hold_window: bool) -> tuple[Allocation, list[int]]:
-        """Return the plan and, after each row, how many available blocks it has used up."""
+    def plan(
+        self,
+        rows: Iterable[NewTokens],
+        hold_window: bool,
+        go_on: Callable[[list[int]], bool] | None = None,
+    ) -> tuple[Allocation, list[int]]:
+        """Return the plan and, after each row, how many available blocks it has used up.
+
+        The plan ends early with the first row after which ``go_on`` is false of the latter.
+        """
         plan, revived, needed = Allocation(), set[int](), []
         for new in rows:
             num_touched = len(plan._touched)
@@ -122,6 +135,8 @@ class AllocationPlanner:
             touched = plan._touched[num_touched:]
             revived.update(b for b in touched if self.pool.is_cached(b))
             needed.append(plan._num_new + len(revived))
+            if go_on is not None and not go_on(needed):
+                break
         return plan, needed
 
     def _plan_row(self, plan: Allocation, new: NewTokens, hold_window: bool) -> None:

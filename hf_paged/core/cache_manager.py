@@ -9,7 +9,7 @@ commit, except among the rows of that same forward.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 
 from hf_paged.core.allocation import Allocation, AllocationPlanner, NewTokens, RowAllocation
 from hf_paged.core.block_pool import BlockPool
@@ -49,8 +49,10 @@ class KVCacheManager:
         self.num_prefix_query_tokens = 0
         self.num_prefix_hit_tokens = 0
         self.num_cow_copies = 0
+        self.num_computed_tokens = 0
         self._on_emptied = on_emptied
         self._sequences: dict[KVSequence, None] = {}
+        self._num_adopted: dict[KVSequence, int] = {}
         self._released: Counter[int] = Counter()
 
     # -- one forward -------------------------------------------------------------------------
@@ -87,6 +89,27 @@ class KVCacheManager:
         if needed and needed[-1] > self.pool.num_available:
             raise self._full_error(needed, occasion)
 
+    def num_that_fit(
+        self, rows: Iterable[NewTokens], *, num_spare_blocks: int, num_kept_blocks: int
+    ) -> int:
+        """Return how many of ``rows``, from the first on, fit together; change nothing.
+
+        What rows share with each other and with stored prefixes is counted once.
+
+        Args:
+            rows: consumed up to the first one that does not fit.
+            num_spare_blocks: blocks that must stay available for each row that fits.
+            num_kept_blocks: blocks that must stay available besides.
+        """
+
+        def fit(needed: list[int]) -> bool:
+            taken = needed[-1] + num_spare_blocks * len(needed) + num_kept_blocks
+            return taken <= self.pool.num_available
+
+        plan, needed = self._planner.plan(rows, hold_window=False, go_on=fit)
+        self._unpin(plan)
+        return len(needed) if not needed or fit(needed) else len(needed) - 1
+
     def commit(self, allocation: Allocation, *, hold_window: bool = False) -> None:
         """Make valid what the forward wrote: lengths, full blocks, windows.
 
@@ -99,9 +122,11 @@ class KVCacheManager:
                         filled = min(row.end - entry.index * self.block_size, self.block_size)
                         self.pool.set_num_filled(entry.block, filled)
             row.sequence.num_tokens = row.end
-            self.num_prefix_hit_tokens += row.num_hit_tokens
-            if row.start == 0 and row.base is not None:
-                self.num_prefix_query_tokens += row.end
+            self.num_computed_tokens += row.end - row.start
+            num_adopted = self._num_adopted.pop(row.sequence, 0)
+            self.num_prefix_hit_tokens += num_adopted + row.num_hit_tokens
+            if row.base is not None and (row.is_prompt or num_adopted):
+                self.num_prefix_query_tokens += num_adopted + row.end - row.start
         self.num_cow_copies += len(allocation.copies)
         self._record_peak()
         for row in allocation.rows:
@@ -151,10 +176,58 @@ class KVCacheManager:
         child.move_to(parent.node)
         return child
 
+    def adopt_prefix(
+        self, sequence: KVSequence, token_ids: list[int], first_position: int, version: Hashable
+    ) -> int:
+        """Give an empty sequence the stored blocks of the longest prefix of its tokens.
+
+        These tokens need not be computed. The last token is never among them: its logits are
+        what the caller is after. They count as hits when the sequence's first forward commits.
+
+        Args:
+            sequence: mutated; holds no token yet.
+            token_ids: of the whole prompt.
+            first_position: position of the first.
+            version: under which K and V must have been computed.
+
+        Returns:
+            Tokens adopted, a multiple of the block size.
+        """
+        assert sequence.num_tokens == 0
+        path = self.index.find(version, token_ids[:-1], first_position, self.block_size)
+        depth = next((d for d in range(len(path), 0, -1) if self._is_stored(path[:d])), 0)
+        if depth == 0:
+            return 0
+        for group_id, (group, table) in enumerate(zip(self.groups, sequence.tables, strict=True)):
+            first = group.num_hidden_tokens(depth * self.block_size) // self.block_size
+            table.skip_to(first)
+            for node in path[first:depth]:
+                block = node.blocks[group_id]
+                assert block is not None
+                self.pool.touch(block)
+                table.append(block)
+        sequence.num_tokens = depth * self.block_size
+        sequence.tail, sequence.tail_position = [], first_position + sequence.num_tokens
+        self._move(sequence, path[depth - 1])
+        self._num_adopted[sequence] = sequence.num_tokens
+        self._record_peak()
+        return sequence.num_tokens
+
+    def _is_stored(self, path: list[PrefixNode]) -> bool:
+        """Whether every group has the blocks of ``path`` that tokens after it can see."""
+        return all(
+            node.blocks[group_id] is not None
+            for group_id, group in enumerate(self.groups)
+            for node in path[
+                group.num_hidden_tokens(len(path) * self.block_size) // self.block_size :
+            ]
+        )
+
     def free(self, sequence: KVSequence) -> None:
         """Drop all references of ``sequence``; blocks with a known prefix stay cached."""
         assert sequence in self._sequences, "sequence freed twice"
         del self._sequences[sequence]
+        self._num_adopted.pop(sequence, None)
         self._free(self._cut(sequence, 0))
         self._move(sequence, None)
         sequence.num_tokens = 0
@@ -230,6 +303,7 @@ class KVCacheManager:
         self.peak_used_blocks = self.pool.num_used
         self.utilization_at_peak = self.utilization
         self.num_prefix_query_tokens = self.num_prefix_hit_tokens = self.num_cow_copies = 0
+        self.num_computed_tokens = 0
         self.pool.num_evictions = 0
 
     def num_blocks_at_most(self, num_tokens: int) -> int:

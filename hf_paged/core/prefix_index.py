@@ -105,6 +105,20 @@ class PrefixIndex:
             root = self._roots[version] = PrefixRoot(version, keep, self._num_groups)
         return root
 
+    def find(
+        self, version: Hashable, token_ids: list[int], first_position: int, block_size: int
+    ) -> list[PrefixNode]:
+        """Return the known nodes along ``token_ids``, whole blocks only, the shallowest first."""
+        node: PrefixNode | None = self._roots.get(version)
+        path: list[PrefixNode] = []
+        for start in range(0, len(token_ids) - block_size + 1, block_size):
+            key = BlockKey(tuple(token_ids[start : start + block_size]), first_position + start)
+            node = None if node is None else node.children.get(key)
+            if node is None:
+                break
+            path.append(node)
+        return path
+
     def new_node(self, parent: PrefixNode, key: BlockKey) -> PrefixNode:
         """Make a node that no look-up finds: what it names is not written yet."""
         return PrefixNode(parent, key, self._num_groups)

@@ -23,7 +23,7 @@ from torch.nn.modules import module as torch_module
 
 from hf_paged.integration.model_spec import ModelSeams
 
-__all__ = ["ModelComputation"]
+__all__ = ["ModelComputation", "has_dynamic_rope", "has_user_hooks"]
 
 logger = logging.getLogger("hf_paged")
 
@@ -55,22 +55,15 @@ class ModelComputation:
         recorders and accelerate's device hooks do not.
         """
         base = self._base()
-        if base is None or _has_user_hooks(
-            torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks
-        ):
+        if base is None or has_user_hooks(base):
             return False
-        return not any(
-            module.training
-            or _has_user_hooks(module._forward_hooks, module._forward_pre_hooks)
-            or _has_foreign_forward(module)
-            for module in base.modules()
-        )
+        return not any(module.training for module in base.modules())
 
     def fingerprint(self) -> Hashable | None:
         """Return a digest of weights, buffers and settings; None if a weight cannot be read."""
         base = self._base()
         config: Any = None if base is None else base.config
-        if base is None or _rope_types(config) & set(_DYNAMIC_ROPE):
+        if base is None or has_dynamic_rope(config):
             return None
         digest = xxhash.xxh3_128()
         digest.update(f"{config.to_dict()} {config._attn_implementation}".encode())
@@ -104,6 +97,26 @@ class ModelComputation:
                     )
                 return None
         return digest.digest()
+
+
+def has_user_hooks(model: torch.nn.Module) -> bool:
+    """Whether a hook or a replaced forward, neither transformers' nor accelerate's, sees tensors.
+
+    Args:
+        model: looked at with all its modules.
+    """
+    if _has_user_hooks(torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks):
+        return True
+    return any(
+        _has_user_hooks(module._forward_hooks, module._forward_pre_hooks)
+        or _has_foreign_forward(module)
+        for module in model.modules()
+    )
+
+
+def has_dynamic_rope(config: Any) -> bool:
+    """Whether the frequencies of RoPE depend on the length of the call."""
+    return bool(_rope_types(config) & set(_DYNAMIC_ROPE))
 
 
 def _update(digest: Any, tensor: torch.Tensor) -> None:

@@ -6,19 +6,29 @@ turn, and gives the blocks back when it ends, whichever way.
 
 from __future__ import annotations
 
+import logging
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_paged.cache.paged_cache import PagedCache
 from hf_paged.cache.runtime import PagedRuntime, runtime_of
 from hf_paged.cache.step_inputs import StepInputs
 from hf_paged.core.interrupts import interruptible, uninterrupted, whole
+from hf_paged.core.row_scheduler import Row
 from hf_paged.core.scheduler import Call
+from hf_paged.generation.batch import COLLECTED
+from hf_paged.generation.engine import Engine
+from hf_paged.generation.request import Request, SampleArguments
+from hf_paged.integration.packing import find_prompts, why_not_packed
 
 __all__ = ["PagedGeneration"]
+
+logger = logging.getLogger("hf_paged")
 
 _SIZED_BY_FAMILY = ("hybrid", "sliding_window", "hybrid_chunked")
 """Old names that published generation configs carry: not a user's choice of a cache."""
@@ -91,6 +101,62 @@ class PagedGeneration:
             generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
         )
 
+    def _sample(
+        self,
+        input_ids: torch.Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        synced_gpus: bool = False,
+        streamer: Any = None,
+        **model_kwargs: Any,
+    ) -> Any:
+        cache: Any = model_kwargs.get(self._hf_paged_cache_name)  # type: ignore[attr-defined]
+        prompts = _find_packed_prompts(
+            self, input_ids, generation_config, model_kwargs, synced_gpus=synced_gpus
+        )
+        if prompts is None:
+            return super()._sample(  # type: ignore[misc]
+                input_ids,
+                logits_processor,
+                stopping_criteria,
+                generation_config,
+                synced_gpus=synced_gpus,
+                streamer=streamer,
+                **model_kwargs,
+            )
+        generation = _current.get()
+        arguments = SampleArguments(
+            input_ids,
+            *prompts,
+            logits_processor,
+            stopping_criteria,
+            generation_config,
+            streamer,
+            must_fill_cache=generation is None or cache not in generation.caches,
+        )
+        collected = COLLECTED.get()
+        if collected is not None:
+            collected.append(arguments)
+            return input_ids
+        request = Request(arguments)
+        runtime = cache.runtime
+        with Engine(runtime, runtime.packed_model.forward, input_ids.device) as engine:
+            engine.add(request)
+            engine.run(request)
+            if generation_config.return_dict_in_generate or request.must_fill_cache:
+                sequences = engine.hand_over(request.rows) if request.keeps_finished else None
+                if sequences is None:
+                    cache.abandon(
+                        "rows left the pool before generate() ended, since it was too small for "
+                        "all of them; patch with a larger one, or pass fewer rows."
+                    )
+                else:
+                    cache.take_over(sequences, _real_columns(input_ids, request, model_kwargs))
+        if not generation_config.return_dict_in_generate:
+            return request.sequences
+        return _output(request, cache)
+
     def _prefill(
         self,
         input_ids: torch.Tensor,
@@ -101,6 +167,12 @@ class PagedGeneration:
     ) -> Any:
         name = self._hf_paged_cache_name  # type: ignore[attr-defined]
         cache = model_kwargs.get(name)
+        if generation_config.num_beams > 1:
+            prompts = _find_packed_prompts(
+                self, input_ids, generation_config, model_kwargs, synced_gpus=False
+            )
+            if prompts is not None:
+                return _prefill_packed(self, input_ids, prompts, model_kwargs)
         if generation_config.prefill_chunk_size is not None and isinstance(cache, PagedCache):
             num_past = cache.get_seq_length()
             mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
@@ -119,6 +191,71 @@ class PagedGeneration:
         return super()._prefill(  # type: ignore[misc]
             input_ids, generation_config, model_kwargs, *args, **kwargs
         )
+
+
+def _find_packed_prompts(
+    model: Any,
+    input_ids: torch.Tensor,
+    generation_config: Any,
+    model_kwargs: dict[str, Any],
+    *,
+    synced_gpus: bool,
+) -> tuple[list[list[int]], list[int]] | None:
+    """Return the prompts without padding and their first positions; None: run as a rectangle."""
+    cache: Any = model_kwargs.get(model._hf_paged_cache_name)
+    found: Any = why_not_packed(cache, generation_config, model_kwargs, synced_gpus=synced_gpus)
+    if found is None:
+        found = cache.runtime.packed_model.obstacle()
+    if found is None:
+        mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
+        found = find_prompts(input_ids, mask, positions)
+    if isinstance(found, str):
+        logger.debug("generate() runs as a rectangle: %s", found)
+        return None
+    prompts: tuple[list[list[int]], list[int]] = found
+    return prompts
+
+
+def _prefill_packed(
+    model: Any,
+    input_ids: torch.Tensor,
+    prompts: tuple[list[list[int]], list[int]],
+    model_kwargs: dict[str, Any],
+) -> Any:
+    """Compute the prompts of beams without padding, each once; return what a forward returns."""
+    cache = model_kwargs[model._hf_paged_cache_name]
+    runtime = cache.runtime
+    rows = [Row(ids, first) for ids, first in zip(*prompts, strict=True)]
+    with Engine(runtime, runtime.packed_model.forward, input_ids.device) as engine:
+        logits = engine.prefill(rows)
+        sequences = engine.hand_over(rows)
+        assert sequences is not None
+        mask = model_kwargs.get("attention_mask")
+        real = torch.ones_like(input_ids) if mask is None else mask
+        cache.take_over(sequences, real.to("cpu", torch.bool))
+    return CausalLMOutputWithPast(
+        logits=logits[:, None],
+        **{model._hf_paged_cache_name: cache},
+    )
+
+
+def _real_columns(
+    input_ids: torch.Tensor, request: Request, model_kwargs: dict[str, Any]
+) -> torch.Tensor:
+    """Return which columns of the rectangle that a returned cache stands for are real, [B, C]."""
+    mask = model_kwargs.get("attention_mask")
+    real = torch.ones_like(input_ids) if mask is None else mask
+    return torch.nn.functional.pad(
+        real.to("cpu", torch.bool), (0, request.num_ages - 1), value=True
+    )
+
+
+def _output(request: Request, cache: PagedCache) -> Any:
+    make: Any = GenerateDecoderOnlyOutput
+    name = "cache" if "cache" in make.__dataclass_fields__ else "past_key_values"
+    return make(
+        sequences=request.sequences, scores=request.scores, logits=request.logits, **{name: cache}
+    )
 
 
 def _wants_paging(generation: _Generation, generation_config: Any) -> bool:

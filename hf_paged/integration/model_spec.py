@@ -24,7 +24,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 from hf_paged.cache.layout import KVLayout
 from hf_paged.errors import ConfigurationError, UnsupportedModelError
 
-__all__ = ["ModelSeams", "ModelSpec", "find_seams"]
+__all__ = ["ModelSeams", "ModelSpec", "find_seams", "spec_of"]
 
 logger = logging.getLogger("hf_paged")
 
@@ -40,11 +40,14 @@ class ModelSpec:
         layers_module: dotted path from the causal LM to the module whose forward takes the cache
             and runs the layers, e.g. "model.decoder"; None: found by looking.
         unsupported: why the architecture cannot be paged; None: it can.
+        packed: whether tokens of different rows meet in attention alone, so that rows may lie end
+            to end in one forward; None: unknown, found out by comparing.
     """
 
     model_types: tuple[str, ...]
     layers_module: str | None = None
     unsupported: str | None = None
+    packed: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,7 @@ def find_seams(model: torch.nn.Module) -> ModelSeams:
         )
     name = type(model).__name__
     config = model.config.get_text_config(decoder=True)
-    spec = _specs().get(config.model_type)
+    spec = spec_of(config)
     if spec is not None and spec.unsupported is not None:
         raise UnsupportedModelError(f"{name} cannot be paged: {spec.unsupported}.")
     if model.config.is_encoder_decoder or not model.can_generate():
@@ -129,6 +132,11 @@ def find_seams(model: torch.nn.Module) -> ModelSeams:
     return ModelSeams(
         model, base, attentions, base.config, cache_name, _find_layout(name, model, config)
     )
+
+
+def spec_of(config: Any) -> ModelSpec | None:
+    """Return what is declared of the architecture of a text model's config."""
+    return _specs().get(config.model_type)
 
 
 def _missing(name: str, seam: str, detail: str) -> UnsupportedModelError:

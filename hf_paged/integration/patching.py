@@ -36,6 +36,7 @@ from hf_paged.integration.config_view import config_view
 from hf_paged.integration.fingerprint import ModelComputation
 from hf_paged.integration.generation import PagedGeneration
 from hf_paged.integration.model_spec import ModelSeams, find_seams
+from hf_paged.integration.packing import PackedModel
 
 __all__ = ["patch", "unpatch"]
 
@@ -74,6 +75,9 @@ def patch(
     backend: str = "auto",
     prefix_caching: bool = True,
     batch_invariant: bool = False,
+    max_batch_tokens: int | None = None,
+    packed_hooks: bool = False,
+    verify: str | bool = "auto",
     debug: bool = False,
 ) -> ModelT:
     """Let ``model`` keep its KV cache in a pool of blocks, bounded and shared by all its calls.
@@ -93,6 +97,13 @@ def patch(
         batch_invariant: compute the attention of a row in the same order whatever rows come with
             it and however many threads run (the ``cpu`` backend, a little slower). The linear
             layers are torch's: their order is not in our hands.
+        max_batch_tokens: tokens that one forward of a packed ``generate()`` computes at most;
+            longer prompts come in chunks, beside rows that decode already. Default: 2048.
+        packed_hooks: compute live tokens only, even if the model carries hooks of yours. They
+            then see prompts end to end in [1, N] instead of padded rows, and rows that leave.
+        verify: whether rows may lie end to end in one forward is known of some architectures; of
+            others a few tokens are computed both ways at the first ``generate()`` ("auto"). True:
+            compare now, whatever is known. False: never compare; what is not known stays padded.
         debug: poison unused memory with NaN and check every invariant at every step; slow.
 
     Returns:
@@ -109,6 +120,9 @@ def patch(
         backend=backend,
         prefix_caching=prefix_caching,
         batch_invariant=batch_invariant,
+        max_batch_tokens=max_batch_tokens,
+        packed_hooks=packed_hooks,
+        verify=verify,
         debug=debug,
     )
     runtime = find_runtime(model)
@@ -132,6 +146,9 @@ def patch(
     seams.base.__class__ = _paged_base_class(seams, runtime)
     seams.model.__class__ = _paged_model_class(seams)
     register_runtime(seams.model, runtime)
+    runtime.packed_model = PackedModel(seams, runtime)
+    if verify is True:
+        runtime.packed_model.obstacle()
     return model
 
 

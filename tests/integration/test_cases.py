@@ -356,7 +356,7 @@ def test_a_user_cache_is_as_before_a_forward_that_failed() -> None:
 
 
 def test_eight_equal_prompts_share_all_but_their_tails() -> None:
-    """nano-vllm#219: one prompt's blocks and 8 tails from the first step on."""
+    """nano-vllm#219: one prompt's blocks and 8 tails; the prompt is computed once."""
     model = build("llama")
     one = ragged_batch((18,))
     batch = Batch(one.ids.repeat(8, 1), one.mask.repeat(8, 1))
@@ -365,7 +365,8 @@ def test_eight_equal_prompts_share_all_but_their_tails() -> None:
         assert torch.equal(model.generate(**batch.inputs, max_new_tokens=2), expected)
         stats = hf_paged.stats(model)
         assert stats.peak_used_blocks == 4 + 8
-        assert (stats.prefix_query_tokens, stats.prefix_hit_tokens) == (8 * 18, 7 * 16)
+        assert (stats.prefix_query_tokens, stats.prefix_hit_tokens) == (8 * 18, 7 * 18)
+        assert stats.computed_tokens == 18 + 8
 
 
 def test_gradients_and_modes_survive_a_patched_life() -> None:

@@ -51,9 +51,10 @@ def test_chunked_prompts_are_checked_as_a_whole() -> None:
 
 
 def test_a_later_step_that_does_not_fit_names_itself_and_frees_the_call() -> None:
+    """The second row gives way, then the first one grows out of the pool alone."""
     model, batch = build("llama"), ragged_batch((8, 8))
     with patched(model, num_blocks=5):
-        with pytest.raises(KVCacheFullError, match=r"step 1 of generate\(\)") as kept:
+        with pytest.raises(KVCacheFullError, match=r"step 13 of generate\(\): 1 more") as kept:
             model.generate(**batch.inputs, max_new_tokens=20, min_new_tokens=20)
         assert hf_paged.stats(model).used_blocks == 0
         expected = model.generate(**batch.row(0).inputs, max_new_tokens=12)
