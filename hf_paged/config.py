@@ -41,6 +41,8 @@ class PagedConfig:
         batch_invariant: a row's attention output does not depend on the other rows' bits or number.
         max_batch_tokens: tokens that one forward of a packed call computes at most, decoding rows
             aside; None: chosen for the device.
+        swap_memory: room outside of the pool for rows that give way, see :data:`KVMemory`; None:
+            they are computed again.
         packed_hooks: run models that carry the user's own hooks packed as well.
         verify: "auto", True or False, see :func:`hf_paged.patch`.
         debug: poison blocks with NaN and check every invariant at every step.
@@ -56,6 +58,7 @@ class PagedConfig:
     prefix_caching: bool = True
     batch_invariant: bool = False
     max_batch_tokens: int | None = None
+    swap_memory: KVMemory | None = None
     packed_hooks: bool = False
     verify: str | bool = "auto"
     debug: bool = False
@@ -69,6 +72,8 @@ class PagedConfig:
             )
         if self.kv_memory is not None:
             parse_kv_memory(self.kv_memory, num_free_bytes=2**62)
+        if self.swap_memory is not None:
+            parse_kv_memory(self.swap_memory, num_free_bytes=2**62, name="swap_memory")
         if self.num_blocks is not None and not _is_int(self.num_blocks, at_least=1):
             raise ConfigurationError(
                 f"num_blocks must be an integer of at least 1, got {self.num_blocks!r}; pass e.g. "
@@ -100,7 +105,7 @@ class PagedConfig:
                 )
 
 
-def parse_kv_memory(kv_memory: KVMemory, *, num_free_bytes: int) -> int:
+def parse_kv_memory(kv_memory: KVMemory, *, num_free_bytes: int, name: str = "kv_memory") -> int:
     """Turn what a user wrote into bytes.
 
     >>> parse_kv_memory("2GiB", num_free_bytes=0)
@@ -111,6 +116,7 @@ def parse_kv_memory(kv_memory: KVMemory, *, num_free_bytes: int) -> int:
     Args:
         kv_memory: bytes, a size with a unit, or a fraction in (0, 1) of ``num_free_bytes``.
         num_free_bytes: memory free on the device, used by a fraction only.
+        name: of the argument, for errors.
 
     Raises:
         ConfigurationError: anything else, zero and negative values included.
@@ -121,18 +127,18 @@ def parse_kv_memory(kv_memory: KVMemory, *, num_free_bytes: int) -> int:
         match = _SIZE.fullmatch(kv_memory)
         unit = (match.group(2).lower() or "b") if match else ""
         if match is None or unit not in _UNITS:
-            raise ConfigurationError(f"kv_memory={kv_memory!r} is no size: {expected}.")
+            raise ConfigurationError(f"{name}={kv_memory!r} is no size: {expected}.")
         num_bytes = int(Fraction(match.group(1)) * _UNITS[unit])
     elif isinstance(kv_memory, bool) or not isinstance(kv_memory, (int, float)):
         raise ConfigurationError(
-            f"kv_memory={kv_memory!r} is of type {type(kv_memory).__name__}: {expected}."
+            f"{name}={kv_memory!r} is of type {type(kv_memory).__name__}: {expected}."
         )
     elif isinstance(kv_memory, float) and 0 < kv_memory < 1:
         num_bytes = kv_memory * num_free_bytes
     elif isinstance(kv_memory, int) or kv_memory.is_integer():
         num_bytes = kv_memory
     if num_bytes < 1 and not (isinstance(kv_memory, float) and 0 < kv_memory < 1):
-        raise ConfigurationError(f"kv_memory={kv_memory!r} is out of range: {expected}.")
+        raise ConfigurationError(f"{name}={kv_memory!r} is out of range: {expected}.")
     return int(num_bytes)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import shutil
+import tempfile
 from collections import deque
 from collections.abc import Hashable
 from contextvars import ContextVar
@@ -13,6 +15,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 
 from hf_paged.backends.registry import create_backend
+from hf_paged.cache.block_file import BlockFile
 from hf_paged.cache.layout import KVLayout
 from hf_paged.cache.memory import num_free_bytes, num_total_bytes
 from hf_paged.cache.stats import KVCacheStats
@@ -111,6 +114,7 @@ class PagedRuntime:
         self.max_batch_tokens = config.max_batch_tokens or _DEFAULT_BATCH_TOKENS
         self.row_schedulers: list[RowScheduler] = []
         self.packed_model: Any = None
+        self.block_file = _make_block_file(config, self.storage, self.bytes_per_block, device)
         self.num_preemptions = 0
         self.num_avoided_tokens = 0
         self.is_active = True
@@ -231,6 +235,8 @@ class PagedRuntime:
                 waiting=sum(rows.num_waiting for rows in self.row_schedulers),
                 preemptions=self.num_preemptions
                 + sum(rows.num_preemptions for rows in self.row_schedulers),
+                swapped_out_blocks=self.block_file.num_stored if self.block_file else 0,
+                swapped_in_blocks=self.block_file.num_loaded if self.block_file else 0,
                 computed_tokens=manager.num_computed_tokens,
                 padded_tokens_avoided=self.num_avoided_tokens,
                 backend=self.backend.name,
@@ -243,6 +249,8 @@ class PagedRuntime:
             self.reclaim()
             self.manager.reset_stats()
             self.num_preemptions = self.num_avoided_tokens = 0
+            if self.block_file is not None:
+                self.block_file.num_stored = self.block_file.num_loaded = 0
             for rows in self.row_schedulers:
                 rows.num_preemptions = 0
 
@@ -266,6 +274,24 @@ class PagedRuntime:
         with self.lock:
             self.is_active = False
             self.storage.clear()
+
+
+def _make_block_file(
+    config: PagedConfig, storage: KVStorage, bytes_per_block: int, device: torch.device
+) -> BlockFile | None:
+    if config.swap_memory is None:
+        return None
+    free = shutil.disk_usage(tempfile.gettempdir()).free
+    if device.type != "cpu":
+        free = num_free_bytes(torch.device("cpu"))
+    num_bytes = parse_kv_memory(config.swap_memory, num_free_bytes=free)
+    if not bytes_per_block <= num_bytes <= free:
+        raise ConfigurationError(
+            f"swap_memory={config.swap_memory!r} is {num_bytes} bytes: expected at least "
+            f"{bytes_per_block}, one block, and at most {free}, which are free "
+            f"{'in ' + tempfile.gettempdir() if device.type == 'cpu' else 'on the host'}."
+        )
+    return BlockFile(storage, num_bytes // bytes_per_block)
 
 
 def register_runtime(model: torch.nn.Module, runtime: PagedRuntime | None) -> None:

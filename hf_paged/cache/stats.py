@@ -53,6 +53,8 @@ class KVCacheStats:
         running: rows of packed calls that hold blocks now.
         waiting: rows of packed calls that hold none and wait for some.
         preemptions: times that a row gave its blocks back to let an older one go on.
+        swapped_out_blocks: blocks that rows stored outside of the pool as they gave way.
+        swapped_in_blocks: of these, blocks that came back.
         computed_tokens: tokens that went through a forward with a paged cache, padding left out.
         padded_tokens_avoided: tokens, padding included, that rectangles would have computed for
             the packed calls, less what these computed.
@@ -79,6 +81,8 @@ class KVCacheStats:
     running: int
     waiting: int
     preemptions: int
+    swapped_out_blocks: int
+    swapped_in_blocks: int
     computed_tokens: int
     padded_tokens_avoided: int
     backend: str
@@ -148,7 +152,12 @@ class KVCacheStats:
             ("copied on write", f"{self.cow_copies:,}", "blocks"),
             ("evicted", f"{self.evictions:,}", "blocks"),
             ("rows", f"{self.running:,}", f"running, {self.waiting:,} waiting"),
-            ("gave way", f"{self.preemptions:,}", "times a row waited for an older one"),
+            (
+                "gave way",
+                f"{self.preemptions:,}",
+                f"times; {self.swapped_out_blocks:,} blocks swapped out, "
+                f"{self.swapped_in_blocks:,} in",
+            ),
             (
                 "computed",
                 f"{self.computed_tokens:,}",

@@ -93,10 +93,15 @@ class KVStorage:
         """Return K [0, H_kv, 0, D] and V of a layer that has stored something."""
         return self._empty_states[layer]
 
+    def views(self) -> dict[tuple[int, torch.device], LayerView]:
+        """Return the tensors that exist by now, by lane (place of a layer in its group), device."""
+        with self._lock:  # the first forward of another thread may be adding some
+            return dict(self._views)
+
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks, (source, target) each, in every layer that has them."""
         if copies:
-            for view in self._all_views():
+            for view in self.views().values():
                 pairs = torch.tensor(copies, device=view.key_cache.device)
                 self._backend.copy_blocks(view, pairs[:, 0], pairs[:, 1])
 
@@ -108,7 +113,7 @@ class KVStorage:
         ids = list(block_ids)
         with self._lock:
             self._poisoned.update(ids)
-        for view in self._all_views():
+        for view in self.views().values():
             for cache in (view.key_cache, view.value_cache):
                 cache[ids] = torch.nan
 
@@ -126,7 +131,7 @@ class KVStorage:
                 if end > begin:
                     mapping.madvise(mmap.MADV_DONTNEED, begin, end - begin)
         self._backend.release_scratch()
-        if any(view.key_cache.device.type == "cuda" for view in self._all_views()):
+        if any(view.key_cache.device.type == "cuda" for view in self.views().values()):
             torch.cuda.empty_cache()
 
     def clear(self) -> None:
@@ -136,10 +141,6 @@ class KVStorage:
             self._empty_states.clear()
             self._mappings.clear()
         self._backend.release_scratch()
-
-    def _all_views(self) -> tuple[LayerView, ...]:
-        with self._lock:  # the first forward of another thread may be adding some
-            return tuple(self._views.values())
 
     def _make_view(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> LayerView:
         bytes_per_slot = sum(new.shape[-2:].numel() * new.itemsize for new in (key, value))

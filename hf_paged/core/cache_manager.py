@@ -110,10 +110,17 @@ class KVCacheManager:
         self._unpin(plan)
         return len(needed) if not needed or fit(needed) else len(needed) - 1
 
-    def commit(self, allocation: Allocation, *, hold_window: bool = False) -> None:
+    def commit(
+        self, allocation: Allocation, *, hold_window: bool = False, is_computed: bool = True
+    ) -> None:
         """Make valid what the forward wrote: lengths, full blocks, windows.
 
         Frees blocks that lie wholly behind a window, and the sources of copies.
+
+        Args:
+            allocation: what :meth:`begin` returned.
+            hold_window: as there.
+            is_computed: False: K and V were copied from elsewhere; only statistics tell.
         """
         for row in allocation.rows:
             for entries in row.entries:
@@ -122,6 +129,8 @@ class KVCacheManager:
                         filled = min(row.end - entry.index * self.block_size, self.block_size)
                         self.pool.set_num_filled(entry.block, filled)
             row.sequence.num_tokens = row.end
+            if not is_computed:
+                continue
             self.num_computed_tokens += row.end - row.start
             num_adopted = self._num_adopted.pop(row.sequence, 0)
             self.num_prefix_hit_tokens += num_adopted + row.num_hit_tokens

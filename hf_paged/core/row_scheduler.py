@@ -16,18 +16,43 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from hf_paged.core.allocation import Allocation, NewTokens
+from hf_paged.core.block_table import NO_BLOCK
 from hf_paged.core.cache_manager import KVCacheManager
 from hf_paged.core.sequence import Sequence
 from hf_paged.errors import KVCacheFullError
 
-__all__ = ["Row", "RowBatch", "RowScheduler"]
+__all__ = ["BlockStore", "Row", "RowBatch", "RowScheduler"]
 
 _GROWTH_TOKENS = 64
 """A row enters only if it and every active row could grow by so much: or one would soon give way
 to another, and what it computed would be computed again."""
+
+
+class BlockStore(Protocol):
+    """Room outside of the pool for blocks of rows that give way."""
+
+    def store(self, block_ids: list[int]) -> list[int] | None:
+        """Copy blocks out; return where each one is, or None if there is no room for all."""
+
+    def load(self, slots: list[int], block_ids: list[int]) -> None:
+        """Copy blocks in; what is stored stays."""
+
+    def free(self, slots: list[int]) -> None:
+        """Forget what is stored."""
+
+
+@dataclass
+class _StoredRow:
+    """Blocks of a row that gave way: slots[group][index in the table]."""
+
+    num_tokens: int
+    slots: list[dict[int, int]]
+
+    def all_slots(self) -> list[int]:
+        return [slot for slots in self.slots for slot in slots.values()]
 
 
 @dataclass(eq=False)
@@ -42,6 +67,7 @@ class Row:
         payload: whatever the caller wants to find here again.
         sequence: what is computed, while the row is active.
         num_cached_tokens: tokens of the prompt that were stored when the row entered.
+        stored: its blocks outside of the pool, while it waits after giving way.
     """
 
     token_ids: list[int]
@@ -51,6 +77,7 @@ class Row:
     num_prompt_tokens: int = field(init=False)
     sequence: Sequence | None = field(init=False, default=None)
     num_cached_tokens: int = field(init=False, default=0)
+    stored: _StoredRow | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         """Count the prompt."""
@@ -104,6 +131,7 @@ class RowScheduler:
         version: under which K and V are computed; None: nothing is shared.
         keep: whether later calls may find what is computed.
         sequences: where the sequences of active rows are listed, kept up to date.
+        store: where rows that give way keep their blocks; None: they compute them again.
 
     Attributes:
         is_rigid: rows neither wait nor give way: all must fit at once.
@@ -120,6 +148,7 @@ class RowScheduler:
         version: Hashable | None,
         keep: bool,
         sequences: list[Sequence],
+        store: BlockStore | None = None,
     ) -> None:
         self._manager = manager
         self._reserve = reserve
@@ -128,6 +157,7 @@ class RowScheduler:
         self._version = version
         self._keep = keep
         self._sequences = sequences
+        self._store = store
         self._waiting: deque[Row] = deque()
         self._active: dict[Row, None] = {}
         self._num_available_before: int | None = None
@@ -253,6 +283,7 @@ class RowScheduler:
     def finish(self, row: Row) -> None:
         """Let ``row`` go, active or waiting; its blocks are free."""
         self._release(row)
+        self._forget_stored(row)
         if row in self._active:
             del self._active[row]
         else:
@@ -264,6 +295,7 @@ class RowScheduler:
         if len(self._active) < 2:
             return False
         row, _ = self._active.popitem()
+        self._move_out(row)
         self._release(row)
         self._waiting.appendleft(row)
         self.num_preemptions += 1
@@ -280,6 +312,8 @@ class RowScheduler:
         """Let all rows go."""
         for row in self._active:
             self._release(row)
+        for row in self._waiting:
+            self._forget_stored(row)
         self._active.clear()
         self._waiting.clear()
 
@@ -357,7 +391,60 @@ class RowScheduler:
             )
             if not row.num_generated:
                 row.num_cached_tokens = num_tokens
+        if row.stored is not None:
+            self._move_in(row, sequence, row.stored)
+            self._forget_stored(row)
         return sequence
+
+    def _move_out(self, row: Row) -> None:
+        """Copy to the store what no other row of the pool would keep."""
+        if self._store is None or row.sequence is None:
+            return
+        pool = self._manager.pool
+        places = [
+            (group, index, block)
+            for group, table in enumerate(row.sequence.tables)
+            for index, block in enumerate(table.ids)
+            if block != NO_BLOCK and pool.ref_count(block) == 1
+        ]
+        slots = self._store.store([block for _, _, block in places])
+        if slots is None:
+            return
+        row.stored = _StoredRow(row.sequence.num_tokens, [{} for _ in self._manager.groups])
+        for (group, index, _), slot in zip(places, slots, strict=True):
+            row.stored.slots[group][index] = slot
+
+    def _move_in(self, row: Row, sequence: Sequence, stored: _StoredRow) -> None:
+        """Copy back what ``sequence`` could not adopt; what is missing is computed again."""
+        assert self._store is not None
+        num_tokens = stored.num_tokens - sequence.num_tokens
+        if num_tokens <= 0:
+            return
+        try:
+            allocation = self._reserve([self._new_tokens(row, sequence, num_tokens)])
+        except KVCacheFullError:
+            return
+        slots, blocks, is_whole = [], [], True
+        for group_id, entries in enumerate(allocation.rows[0].entries):
+            group = self._manager.groups[group_id]
+            num_hidden = group.num_hidden_tokens(stored.num_tokens) // self._manager.block_size
+            for entry in entries:
+                slot = stored.slots[group_id].get(entry.index)
+                if entry.is_written and slot is not None:
+                    slots.append(slot)
+                    blocks.append(entry.block)
+                elif entry.is_written and entry.index >= num_hidden:
+                    is_whole = False
+        if not is_whole:
+            self._manager.rollback(allocation)
+            return
+        self._store.load(slots, blocks)
+        self._manager.commit(allocation, is_computed=False)
+
+    def _forget_stored(self, row: Row) -> None:
+        if row.stored is not None and self._store is not None:
+            self._store.free(row.stored.all_slots())
+            row.stored = None
 
     def _marks(self, row: Row, sequence: Sequence) -> list[Hashable]:
         """Name what the row is about to compute and others may want as well."""

@@ -113,8 +113,6 @@ def generate_batch(
                 "streamer or cache, since results come as they finish and share the pool."
             )
     options = generate_kwargs | {"return_dict_in_generate": False}
-    if tokenizer is not None:
-        options["tokenizer"] = tokenizer  # stop_strings need it
     preparation = _Preparation(model, tokenizer, generation_config, options)
     return _generate(runtime, preparation, prompts, progress=progress)
 
@@ -221,6 +219,8 @@ class _Preparation:
             options = dict(self._options)
             if config is not None:
                 options["generation_config"] = config
+            if self._resolved("stop_strings", config) is not None:
+                options["tokenizer"] = self._tokenizer
             collected: list[SampleArguments] = []
             token = COLLECTED.set(collected)
             try:
@@ -237,8 +237,7 @@ class _Preparation:
             # Something holds a state, which prompts beside each other would mix up, or must see
             # all rows of the prompt at one age.
             result = self._model.generate(self._tensor(prompt_ids), **options)
-            max_length = arguments.criteria.max_length
-            return self._output_of_alone(index, prompt_ids, config, result, max_length)
+            return self._output_of_alone(index, prompt_ids, config, result)
         except Exception as error:
             return _failed(index, prompt_ids, error)
 
@@ -297,34 +296,28 @@ class _Preparation:
         return torch.Generator(self.device).manual_seed(self._seed + index)
 
     def _output_of_alone(
-        self,
-        index: int,
-        prompt_ids: list[int],
-        config: Any,
-        result: Any,
-        max_length: int | None = None,
+        self, index: int, prompt_ids: list[int], config: Any, result: Any
     ) -> RequestOutput:
-        eos_ids = self._eos_ids(config)
-        is_full = max_length is None or result.shape[1] >= max_length
+        eos = self._resolved("eos_token_id", config)
+        eos_ids = set(torch.tensor([] if eos is None else eos).reshape(-1).tolist())
+        max_new_tokens = self._resolved("max_new_tokens", config)
         sequences, reasons = [], []
         for row in result.tolist():
             generated = row[len(prompt_ids) :]
             end = next((i + 1 for i, token in enumerate(generated) if token in eos_ids), None)
             sequences.append(row if end is None else row[: len(prompt_ids) + end])
+            is_full = max_new_tokens is None or len(generated) >= max_new_tokens
             reasons.append("length" if end is None and is_full else "stop")
         return RequestOutput(
             index, prompt_ids, sequences, self._decode(prompt_ids, sequences), reasons, 0
         )
 
-    def _eos_ids(self, config: Any) -> set[int]:
-        """Return what ends a row: as ``generate()`` fills a config in."""
-        eos = None if config is None else config.eos_token_id
-        if eos is None:
-            eos = self._model.generation_config.eos_token_id
-        eos = self._options.get("eos_token_id", eos)
-        if isinstance(eos, torch.Tensor):
-            eos = eos.reshape(-1).tolist()
-        return {eos} if isinstance(eos, int) else set(eos or ())
+    def _resolved(self, name: str, config: Any) -> Any:
+        """Return what holds for a prompt, as ``generate()`` fills in a config."""
+        value = None if config is None else getattr(config, name)
+        if value is None:
+            value = getattr(self._model.generation_config, name)
+        return self._options.get(name, value)
 
     def _decode(self, prompt_ids: list[int], sequences: list[list[int]]) -> list[str] | None:
         if self._tokenizer is None:

@@ -53,6 +53,7 @@ class Engine:
             version=version,
             keep=keep,
             sequences=owned.sequences,
+            store=runtime.block_file,
         )
         self._num_computed_tokens = 0
         self._requests: list[Request] = []

@@ -76,6 +76,7 @@ def patch(
     prefix_caching: bool = True,
     batch_invariant: bool = False,
     max_batch_tokens: int | None = None,
+    swap_memory: KVMemory | None = None,
     packed_hooks: bool = False,
     verify: str | bool = "auto",
     debug: bool = False,
@@ -99,6 +100,9 @@ def patch(
             layers are torch's: their order is not in our hands.
         max_batch_tokens: tokens that one forward of a packed ``generate()`` computes at most;
             longer prompts come in chunks, beside rows that decode already. Default: 2048.
+        swap_memory: room for the blocks of rows that give way when the pool is full: on a CPU a
+            temporary file, beside an accelerator pinned host memory. Bytes, a size, or a fraction
+            of what is free there. Default: none, such rows are computed again.
         packed_hooks: compute live tokens only, even if the model carries hooks of yours. They
             then see prompts end to end in [1, N] instead of padded rows, and rows that leave.
         verify: whether rows may lie end to end in one forward is known of some architectures; of
@@ -121,6 +125,7 @@ def patch(
         prefix_caching=prefix_caching,
         batch_invariant=batch_invariant,
         max_batch_tokens=max_batch_tokens,
+        swap_memory=swap_memory,
         packed_hooks=packed_hooks,
         verify=verify,
         debug=debug,
