@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Hashable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -28,9 +28,13 @@ from hf_paged.core.scheduler import Call, Scheduler
 from hf_paged.core.sequence import Sequence
 from hf_paged.errors import ConfigurationError
 
+if TYPE_CHECKING:
+    from hf_paged.cache.packed_batch import PackedBatch
+
 __all__ = [
     "Computation",
     "OwnedRows",
+    "PackedForward",
     "PagedRuntime",
     "find_runtime",
     "inner_model",
@@ -69,6 +73,22 @@ class Computation(Protocol):
         """Return equal values only for equal weights, adapters and settings; None: unknown."""
 
 
+class PackedForward(Protocol):
+    """The patched model as the packed runner calls it."""
+
+    def forward(
+        self,
+        batch: PackedBatch,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        index: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return the logits [m, V] of the tokens that ``index`` [m] names."""
+
+    def obstacle(self) -> str | None:
+        """Return why rows must stay in rectangles now, or None."""
+
+
 class PagedRuntime:
     """Pool, storage, scheduler and backend of one patched model.
 
@@ -77,6 +97,9 @@ class PagedRuntime:
         layout: what the model stores for a token.
         device: where the model is when patched.
         computation: tells what K and V depend on besides tokens and positions.
+
+    Attributes:
+        packed_model: set when the model is patched.
 
     Raises:
         ConfigurationError: a limit that holds no block, or more than the machine has.
@@ -113,7 +136,7 @@ class PagedRuntime:
         self.scope: ContextVar[Hashable] = ContextVar("scope", default=None)
         self.max_batch_tokens = config.max_batch_tokens or _DEFAULT_BATCH_TOKENS
         self.row_schedulers: list[RowScheduler] = []
-        self.packed_model: Any = None
+        self.packed_model: PackedForward | None = None
         self.block_file = _make_block_file(config, self.storage, self.bytes_per_block, device)
         self.num_preemptions = 0
         self.num_avoided_tokens = 0

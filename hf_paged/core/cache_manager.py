@@ -326,7 +326,7 @@ class KVCacheManager:
         return total
 
     def check_integrity(self) -> None:
-        """Assert every invariant of DESIGN section 5; print the equation that fails."""
+        """Assert every invariant of DESIGN section 11; print the equation that fails."""
         self.pool.check_integrity()
         references = Counter(
             block_id

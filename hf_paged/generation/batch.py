@@ -130,14 +130,18 @@ def _generate(
             _opened(runtime, call, preparation.device) as engine,
         ):
             is_exhausted = False
-            while running or not is_exhausted:
-                while not is_exhausted and _has_room(engine, running):
+            held: tuple[int, Any] | None = None  # has to run alone, once the others have ended
+            while running or held or not is_exhausted:
+                while not running if held else not is_exhausted and _has_room(engine, running):
                     call.thread_id = threading.get_ident()  # whoever asks for the next result
-                    item = next(source, None)
+                    item, held = held or next(source, None), None
                     if item is None:
                         is_exhausted = True
                         break
-                    prepared = preparation.prepare(*item)
+                    prepared = preparation.prepare(*item, may_wait=bool(running))
+                    if prepared is None:
+                        held = item
+                        break
                     if isinstance(prepared, RequestOutput):
                         yield bar.note(prepared)
                         continue
@@ -185,7 +189,7 @@ def _current_call(runtime: PagedRuntime, call: Call) -> Iterator[None]:
 @contextmanager
 def _opened(runtime: PagedRuntime, call: Call, device: torch.device) -> Iterator[Engine]:
     with _current_call(runtime, call):
-        engine = Engine(runtime, runtime.packed_model.forward, device)
+        engine = Engine(runtime, device)
     with engine:
         yield engine
 
@@ -210,9 +214,18 @@ class _Preparation:
         self._seed: int | None = None
         self.device: torch.device = model.device
 
-    def prepare(self, index: int, item: Any) -> tuple[Request, list[int]] | RequestOutput:
-        """Return a request and its prompt; or the output, if it had to run alone or has failed."""
+    def prepare(
+        self, index: int, item: Any, *, may_wait: bool
+    ) -> tuple[Request, list[int]] | RequestOutput | None:
+        """Return a request and its prompt; or the output, if it had to run alone or has failed.
+
+        Args:
+            index: of the prompt.
+            item: the prompt as it came.
+            may_wait: others are running: return None if it has to run alone and cannot beside them.
+        """
         prompt_ids: list[int] = []
+        random_state = torch.get_rng_state()
         try:
             prompt, config = self._generation_config_of(item)
             prompt_ids = self._ids(prompt)
@@ -236,9 +249,14 @@ class _Preparation:
                     return request, prompt_ids
             # Something holds a state, which prompts beside each other would mix up, or must see
             # all rows of the prompt at one age.
+            if may_wait:
+                return None
             result = self._model.generate(self._tensor(prompt_ids), **options)
             return self._output_of_alone(index, prompt_ids, config, result)
         except Exception as error:
+            if may_wait and isinstance(error, KVCacheFullError):
+                torch.set_rng_state(random_state)
+                return None
             return _failed(index, prompt_ids, error)
 
     def output(self, index: int, prompt_ids: list[int], request: Request) -> RequestOutput:

@@ -9,8 +9,6 @@ prefixes are skipped, equal prompts are computed once. Steps of decoding alone h
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from hf_paged.cache.packed_batch import PackedBatch
@@ -22,10 +20,7 @@ from hf_paged.core.sequence import Sequence as KVSequence
 from hf_paged.errors import KVCacheFullError
 from hf_paged.generation.request import Request
 
-__all__ = ["Engine", "Forward"]
-
-Forward = Callable[[PackedBatch, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""(batch, input_ids, position_ids, index of the tokens whose logits are wanted [m]) -> [m, V]."""
+__all__ = ["Engine"]
 
 
 class Engine:
@@ -33,13 +28,13 @@ class Engine:
 
     Args:
         runtime: of the patched model; a call must be admitted.
-        forward: runs the model.
         device: of the model's inputs.
     """
 
-    def __init__(self, runtime: PagedRuntime, forward: Forward, device: torch.device) -> None:
+    def __init__(self, runtime: PagedRuntime, device: torch.device) -> None:
+        assert runtime.packed_model is not None
         self._runtime = runtime
-        self._forward = forward
+        self._model = runtime.packed_model
         self._device = device
         version, keep = runtime.version(is_first_forward=True, is_prompt=True)
         owned = runtime.own_rows(self)
@@ -226,7 +221,7 @@ class Engine:
     def _run_forward(self, packed: PackedBatch, batch: RowBatch) -> torch.Tensor:
         ends = packed.last_token_index
         wanted = [ends[index] for index in batch.complete] or [ends[-1]]
-        return self._forward(
+        return self._model.forward(
             packed,
             packed.shape(batch.token_ids, device=self._device),
             packed.shape(batch.positions, device=self._device),

@@ -141,7 +141,7 @@ class PagedGeneration:
             return input_ids
         request = Request(arguments)
         runtime = cache.runtime
-        with Engine(runtime, runtime.packed_model.forward, input_ids.device) as engine:
+        with Engine(runtime, input_ids.device) as engine:
             engine.add(request)
             engine.run(request)
             if generation_config.return_dict_in_generate or request.must_fill_cache:
@@ -226,7 +226,7 @@ def _prefill_packed(
     cache = model_kwargs[model._hf_paged_cache_name]
     runtime = cache.runtime
     rows = [Row(ids, first) for ids, first in zip(*prompts, strict=True)]
-    with Engine(runtime, runtime.packed_model.forward, input_ids.device) as engine:
+    with Engine(runtime, input_ids.device) as engine:
         logits = engine.prefill(rows)
         sequences = engine.hand_over(rows)
         assert sequences is not None
