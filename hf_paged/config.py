@@ -43,6 +43,7 @@ class PagedConfig:
             aside; None: chosen for the device.
         swap_memory: room outside of the pool for rows that give way, see :data:`KVMemory`; None:
             they are computed again.
+        compile: False, True or "freeze", see :func:`hf_paged.patch`.
         packed_hooks: run models that carry the user's own hooks packed as well.
         verify: "auto", True or False, see :func:`hf_paged.patch`.
         debug: poison blocks with NaN and check every invariant at every step.
@@ -59,6 +60,7 @@ class PagedConfig:
     batch_invariant: bool = False
     max_batch_tokens: int | None = None
     swap_memory: KVMemory | None = None
+    compile: bool | str = False
     packed_hooks: bool = False
     verify: str | bool = "auto"
     debug: bool = False
@@ -95,6 +97,10 @@ class PagedConfig:
             raise ConfigurationError(
                 f"max_batch_tokens must be an integer of at least 1, got {self.max_batch_tokens!r};"
                 " pass e.g. max_batch_tokens=2048."
+            )
+        if self.compile != "freeze" and not isinstance(self.compile, bool):
+            raise ConfigurationError(
+                f"compile must be False, True or 'freeze', got {self.compile!r}."
             )
         if self.verify != "auto" and not isinstance(self.verify, bool):
             raise ConfigurationError(f"verify must be 'auto', True or False, got {self.verify!r}.")

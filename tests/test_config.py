@@ -166,6 +166,11 @@ def test_defaults_are_those_of_patch() -> None:
         backend="auto",
         prefix_caching=True,
         batch_invariant=False,
+        max_batch_tokens=None,
+        swap_memory=None,
+        compile=False,
+        packed_hooks=False,
+        verify="auto",
         debug=False,
     )
 

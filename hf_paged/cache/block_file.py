@@ -20,7 +20,7 @@ __all__ = ["BlockFile"]
 class BlockFile:
     """Slots for blocks, taken and freed like blocks of the pool.
 
-    Implements :class:`hf_paged.core.row_scheduler.BlockStore`; the pool's lock must be held.
+    Implements :class:`hf_paged.core.row_swap.BlockStore`; the pool's lock must be held.
 
     Args:
         storage: of the pool.

@@ -76,6 +76,9 @@ class Computation(Protocol):
 class PackedForward(Protocol):
     """The patched model as the packed runner calls it."""
 
+    def begin_call(self) -> None:
+        """Be told that forwards of a new call follow; the model may have changed."""
+
     def forward(
         self,
         batch: PackedBatch,
@@ -296,6 +299,7 @@ class PagedRuntime:
         """Give back all memory; caches that still live answer with an error from now on."""
         with self.lock:
             self.is_active = False
+            self.packed_model = None  # what is compiled keeps weights alive
             self.storage.clear()
 
 

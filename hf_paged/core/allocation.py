@@ -30,6 +30,7 @@ class NewTokens:
         first_position: position of the first, if they are consecutive; else None.
         version: what K and V depend on besides tokens and positions; None: not shareable.
         keep: whether the blocks may stay cached after their last user.
+        is_prompt: whether statistics count them as prompt; None: if they are the first.
     """
 
     sequence: KVSequence
@@ -38,6 +39,7 @@ class NewTokens:
     first_position: int | None = None
     version: Hashable | None = None
     keep: bool = True
+    is_prompt: bool | None = None
 
 
 @dataclass
@@ -64,11 +66,7 @@ class RowAllocation:
     entries: list[list[_Entry]] = field(default_factory=list)
     table_lengths: list[int] = field(default_factory=list)
     num_hit_tokens: int = 0
-
-    @property
-    def is_prompt(self) -> bool:
-        """Whether the tokens are (part of) a prompt, not one decoded token."""
-        return self.start == 0 or self.end - self.start > 1
+    is_prompt: bool = False
 
     def slots(self, group: int, block_size: int) -> list[int]:
         """Return the slot of each new token in a layer group, -1 where it is not stored."""
@@ -145,6 +143,7 @@ class AllocationPlanner:
         row = RowAllocation(
             sequence, start, start + new.num_tokens, new.token_ids or [], 0, None, []
         )
+        row.is_prompt = start == 0 if new.is_prompt is None else new.is_prompt
         self._find_prefix(row, new)
         nodes = self._nodes(plan, row)
         first_full = start // size

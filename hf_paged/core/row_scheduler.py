@@ -15,90 +15,20 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass
 
 from hf_paged.core.allocation import Allocation, NewTokens
-from hf_paged.core.block_table import NO_BLOCK
 from hf_paged.core.cache_manager import KVCacheManager
+from hf_paged.core.row import Row
+from hf_paged.core.row_swap import RowSwap
 from hf_paged.core.sequence import Sequence
 from hf_paged.errors import KVCacheFullError
 
-__all__ = ["BlockStore", "Row", "RowBatch", "RowScheduler"]
+__all__ = ["RowBatch", "RowScheduler"]
 
 _GROWTH_TOKENS = 64
 """A row enters only if it and every active row could grow by so much: or one would soon give way
 to another, and what it computed would be computed again."""
-
-
-class BlockStore(Protocol):
-    """Room outside of the pool for blocks of rows that give way."""
-
-    def store(self, block_ids: list[int]) -> list[int] | None:
-        """Copy blocks out; return where each one is, or None if there is no room for all."""
-
-    def load(self, slots: list[int], block_ids: list[int]) -> None:
-        """Copy blocks in; what is stored stays."""
-
-    def free(self, slots: list[int]) -> None:
-        """Forget what is stored."""
-
-
-@dataclass
-class _StoredRow:
-    """Blocks of a row that gave way: slots[group][index in the table]."""
-
-    num_tokens: int
-    slots: list[dict[int, int]]
-
-    def all_slots(self) -> list[int]:
-        return [slot for slots in self.slots for slot in slots.values()]
-
-
-@dataclass(eq=False)
-class Row:
-    """One token stream of a request.
-
-    Attributes:
-        token_ids: the prompt, then what was generated; grows.
-        first_position: position of the first token.
-        num_prompt_tokens: how many of the tokens are the prompt.
-        max_tokens: tokens that it may come to hold in the pool; None: unknown.
-        payload: whatever the caller wants to find here again.
-        sequence: what is computed, while the row is active.
-        num_cached_tokens: tokens of the prompt that were stored when the row entered.
-        stored: its blocks outside of the pool, while it waits after giving way.
-    """
-
-    token_ids: list[int]
-    first_position: int = 0
-    max_tokens: int | None = None
-    payload: Any = None
-    num_prompt_tokens: int = field(init=False)
-    sequence: Sequence | None = field(init=False, default=None)
-    num_cached_tokens: int = field(init=False, default=0)
-    stored: _StoredRow | None = field(init=False, default=None)
-
-    def __post_init__(self) -> None:
-        """Count the prompt."""
-        self.num_prompt_tokens = len(self.token_ids)
-
-    @property
-    def num_generated(self) -> int:
-        """The row's age."""
-        return len(self.token_ids) - self.num_prompt_tokens
-
-    @property
-    def num_growth(self) -> int:
-        """Tokens that it may still come to store beyond those it has, as far as is known."""
-        if self.max_tokens is None:
-            return _GROWTH_TOKENS
-        return max(0, self.max_tokens - len(self.token_ids))
-
-    @property
-    def num_missing(self) -> int:
-        """Tokens that are not computed yet."""
-        return len(self.token_ids) - (self.sequence.num_tokens if self.sequence else 0)
 
 
 @dataclass
@@ -131,10 +61,11 @@ class RowScheduler:
         version: under which K and V are computed; None: nothing is shared.
         keep: whether later calls may find what is computed.
         sequences: where the sequences of active rows are listed, kept up to date.
-        store: where rows that give way keep their blocks; None: they compute them again.
+        swap: lets rows that give way keep their blocks; None: they compute them again.
 
     Attributes:
         is_rigid: rows neither wait nor give way: all must fit at once.
+        max_active: rows that may be active at a time; None: as many as fit.
         num_preemptions: rows that gave way so far.
     """
 
@@ -148,7 +79,7 @@ class RowScheduler:
         version: Hashable | None,
         keep: bool,
         sequences: list[Sequence],
-        store: BlockStore | None = None,
+        swap: RowSwap | None = None,
     ) -> None:
         self._manager = manager
         self._reserve = reserve
@@ -157,16 +88,22 @@ class RowScheduler:
         self._version = version
         self._keep = keep
         self._sequences = sequences
-        self._store = store
+        self._swap = swap
         self._waiting: deque[Row] = deque()
         self._active: dict[Row, None] = {}
         self._num_available_before: int | None = None
         self.is_rigid = False
+        self.max_active: int | None = None
         self.num_preemptions = 0
 
     def __contains__(self, row: Row) -> bool:
         """Whether ``row`` waits or is active."""
         return row in self._active or row in self._waiting
+
+    @property
+    def active(self) -> list[Row]:
+        """Rows that hold blocks or may take some, in the order in which they entered."""
+        return list(self._active)
 
     @property
     def oldest(self) -> Row:
@@ -236,18 +173,16 @@ class RowScheduler:
             if not chosen:
                 return None
             try:
-                allocation = self._reserve(
-                    [self._new_tokens(row, row.sequence, n) for row, n in chosen if row.sequence]
-                )
+                allocation = self._reserve([tokens for _, tokens in chosen])
             except KVCacheFullError:
                 if self._make_room():
-                    continue
-                if can_shorten and not by_block:
+                    self._enter()
+                elif can_shorten and not by_block:
                     by_block = True
-                elif self.is_rigid or not self.preempt_youngest():
+                elif self.is_rigid or not self._preempt_youngest():
                     raise
-                continue
-            return _batch(chosen, allocation)
+            else:
+                return _batch(chosen, allocation)
 
     def fork_twins(self, row: Row) -> list[Row]:
         """Let rows that wait with the very tokens of ``row``, all computed now, enter as forks.
@@ -283,23 +218,17 @@ class RowScheduler:
     def finish(self, row: Row) -> None:
         """Let ``row`` go, active or waiting; its blocks are free."""
         self._release(row)
-        self._forget_stored(row)
+        self._forget(row)
         if row in self._active:
             del self._active[row]
         else:
             self._waiting.remove(row)
         self._num_available_before = None
 
-    def preempt_youngest(self) -> bool:
-        """Send the row that entered last back to wait; False if only one is left."""
-        if len(self._active) < 2:
-            return False
-        row, _ = self._active.popitem()
-        self._move_out(row)
-        self._release(row)
-        self._waiting.appendleft(row)
-        self.num_preemptions += 1
-        return True
+    def send_back_all_but_oldest(self) -> None:
+        """Send all active rows but one back to wait."""
+        while self._preempt_youngest():
+            pass
 
     def hand_over(self) -> None:
         """Let all rows go, but not their sequences, which are the caller's from now on."""
@@ -313,7 +242,7 @@ class RowScheduler:
         for row in self._active:
             self._release(row)
         for row in self._waiting:
-            self._forget_stored(row)
+            self._forget(row)
         self._active.clear()
         self._waiting.clear()
 
@@ -325,6 +254,8 @@ class RowScheduler:
         if not self._waiting or (self._active and num_available == self._num_available_before):
             return
         num_entering = len(self._waiting) if self.is_rigid else self._num_that_can_enter()
+        if self.max_active is not None:
+            num_entering = min(num_entering, max(0, self.max_active - len(self._active)))
         for _ in range(num_entering):
             self._active[self._waiting.popleft()] = None
         self._num_available_before = None if num_entering else num_available
@@ -332,7 +263,7 @@ class RowScheduler:
     def _num_that_can_enter(self) -> int:
         manager = self._manager
         unfinished = [row for row in self._active if row.num_missing > 1]
-        growth = max(min(row.num_growth, _GROWTH_TOKENS) for row in (*self._active, *self._waiting))
+        growth = max(_growth(row) for row in (*self._active, *self._waiting))
         num_spare = manager.num_blocks_at_most(growth)
 
         def wanted() -> Iterator[NewTokens]:
@@ -348,21 +279,33 @@ class RowScheduler:
         # The first of all fits alone or fails alone.
         return max(0 if self._active else 1, num_fit - len(unfinished))
 
-    def _choose(self, by_block: bool) -> list[tuple[Row, int]]:
-        """Return rows and how many tokens each of them computes next.
+    def _preempt_youngest(self) -> bool:
+        """Send the row that entered last back to wait; False if only one is left."""
+        if len(self._active) < 2:
+            return False
+        row, _ = self._active.popitem()
+        if self._swap is not None:
+            self._swap.move_out(row)
+        self._release(row)
+        self._waiting.appendleft(row)
+        self.num_preemptions += 1
+        return True
+
+    def _choose(self, by_block: bool) -> list[tuple[Row, NewTokens]]:
+        """Return rows and what each of them computes next.
 
         Args:
             by_block: chunks end where a block does.
         """
-        chosen: list[tuple[Row, int]] = []
-        num_decoding = sum(row.num_missing == 1 for row in self._active)
+        chosen: list[tuple[Row, NewTokens]] = []
+        num_decoding = sum(row.num_missing == 1 for row in self._active if row.sequence is not None)
         # However many rows decode, a prompt goes on by a block at least.
         budget = max(self._max_batch_tokens - num_decoding, self._manager.block_size)
         begun: set[Hashable] = set()
         for row in self._active:
             if row.sequence is not None and row.num_missing <= 1:
                 if row.num_missing:
-                    chosen.append((row, 1))
+                    chosen.append((row, self._new_tokens(row, row.sequence, 1)))
                 continue
             if not budget:
                 continue
@@ -379,7 +322,7 @@ class RowScheduler:
                 size = self._manager.block_size
                 num_tokens = min(num_tokens, size - sequence.num_tokens % size)
             budget -= num_tokens
-            chosen.append((row, num_tokens))
+            chosen.append((row, self._new_tokens(row, sequence, num_tokens)))
         return chosen
 
     def _open(self, row: Row) -> Sequence:
@@ -391,60 +334,16 @@ class RowScheduler:
             )
             if not row.num_generated:
                 row.num_cached_tokens = num_tokens
-        if row.stored is not None:
-            self._move_in(row, sequence, row.stored)
-            self._forget_stored(row)
+        if self._swap is not None and row.stored is not None:
+            num_tokens = row.stored.num_tokens - sequence.num_tokens
+            if num_tokens > 0:
+                self._swap.move_in(row.stored, self._new_tokens(row, sequence, num_tokens))
+            self._forget(row)
         return sequence
 
-    def _move_out(self, row: Row) -> None:
-        """Copy to the store what no other row of the pool would keep."""
-        if self._store is None or row.sequence is None:
-            return
-        pool = self._manager.pool
-        places = [
-            (group, index, block)
-            for group, table in enumerate(row.sequence.tables)
-            for index, block in enumerate(table.ids)
-            if block != NO_BLOCK and pool.ref_count(block) == 1
-        ]
-        slots = self._store.store([block for _, _, block in places])
-        if slots is None:
-            return
-        row.stored = _StoredRow(row.sequence.num_tokens, [{} for _ in self._manager.groups])
-        for (group, index, _), slot in zip(places, slots, strict=True):
-            row.stored.slots[group][index] = slot
-
-    def _move_in(self, row: Row, sequence: Sequence, stored: _StoredRow) -> None:
-        """Copy back what ``sequence`` could not adopt; what is missing is computed again."""
-        assert self._store is not None
-        num_tokens = stored.num_tokens - sequence.num_tokens
-        if num_tokens <= 0:
-            return
-        try:
-            allocation = self._reserve([self._new_tokens(row, sequence, num_tokens)])
-        except KVCacheFullError:
-            return
-        slots, blocks, is_whole = [], [], True
-        for group_id, entries in enumerate(allocation.rows[0].entries):
-            group = self._manager.groups[group_id]
-            num_hidden = group.num_hidden_tokens(stored.num_tokens) // self._manager.block_size
-            for entry in entries:
-                slot = stored.slots[group_id].get(entry.index)
-                if entry.is_written and slot is not None:
-                    slots.append(slot)
-                    blocks.append(entry.block)
-                elif entry.is_written and entry.index >= num_hidden:
-                    is_whole = False
-        if not is_whole:
-            self._manager.rollback(allocation)
-            return
-        self._store.load(slots, blocks)
-        self._manager.commit(allocation, is_computed=False)
-
-    def _forget_stored(self, row: Row) -> None:
-        if row.stored is not None and self._store is not None:
-            self._store.free(row.stored.all_slots())
-            row.stored = None
+    def _forget(self, row: Row) -> None:
+        if self._swap is not None:
+            self._swap.forget(row)
 
     def _marks(self, row: Row, sequence: Sequence) -> list[Hashable]:
         """Name what the row is about to compute and others may want as well."""
@@ -477,6 +376,7 @@ class RowScheduler:
             row.first_position + start,
             self._version,
             self._keep,
+            is_prompt=start < row.num_prompt_tokens,
         )
 
     def _release(self, row: Row) -> None:
@@ -486,14 +386,20 @@ class RowScheduler:
             row.sequence = None
 
 
-def _batch(chosen: list[tuple[Row, int]], allocation: Allocation) -> RowBatch:
+def _batch(chosen: list[tuple[Row, NewTokens]], allocation: Allocation) -> RowBatch:
     batch = RowBatch([row for row, _ in chosen], allocation, [], [], [])
-    for index, (row, num_tokens) in enumerate(chosen):
-        assert row.sequence is not None
-        start = row.sequence.num_tokens
-        end = start + num_tokens
-        batch.token_ids += row.token_ids[start:end]
-        batch.positions += range(row.first_position + start, row.first_position + end)
-        if end == len(row.token_ids):
+    for index, (row, tokens) in enumerate(chosen):
+        assert tokens.token_ids is not None and tokens.first_position is not None
+        batch.token_ids += tokens.token_ids
+        first = tokens.first_position
+        batch.positions += range(first, first + tokens.num_tokens)
+        if row.num_missing == tokens.num_tokens:
             batch.complete.append(index)
     return batch
+
+
+def _growth(row: Row) -> int:
+    """Return how many tokens a row should have room for besides those it has."""
+    if row.max_tokens is None:
+        return _GROWTH_TOKENS
+    return min(_GROWTH_TOKENS, max(0, row.max_tokens - len(row.token_ids)))

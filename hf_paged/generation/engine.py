@@ -14,8 +14,11 @@ import torch
 from hf_paged.cache.packed_batch import PackedBatch
 from hf_paged.cache.runtime import PagedRuntime
 from hf_paged.cache.step import reserve
+from hf_paged.core.allocation import Allocation, NewTokens
 from hf_paged.core.interrupts import interruptible, uninterrupted, whole
-from hf_paged.core.row_scheduler import Row, RowBatch, RowScheduler
+from hf_paged.core.row import Row
+from hf_paged.core.row_scheduler import RowBatch, RowScheduler
+from hf_paged.core.row_swap import RowSwap
 from hf_paged.core.sequence import Sequence as KVSequence
 from hf_paged.errors import KVCacheFullError
 from hf_paged.generation.request import Request
@@ -35,25 +38,26 @@ class Engine:
         assert runtime.packed_model is not None
         self._runtime = runtime
         self._model = runtime.packed_model
+        self._model.begin_call()
         self._device = device
         version, keep = runtime.version(is_first_forward=True, is_prompt=True)
         owned = runtime.own_rows(self)
+        file = runtime.block_file
         self._scheduler = RowScheduler(
             runtime.manager,
-            lambda rows: reserve(
-                runtime, rows, hold_window=False, occasion=runtime.next_occasion()
-            ),
+            self._reserve,
             self._let_finished_leave,
             max_batch_tokens=runtime.max_batch_tokens,
             version=version,
             keep=keep,
             sequences=owned.sequences,
-            store=runtime.block_file,
+            swap=None if file is None else RowSwap(runtime.manager, self._reserve, file),
         )
         self._num_computed_tokens = 0
         self._requests: list[Request] = []
         self._culprit: object | None = None
         self._ready: list[tuple[list[Row], torch.Tensor]] = []
+        self._suspects: list[Row] = []
         runtime.row_schedulers.append(self._scheduler)
 
     def __enter__(self) -> Engine:
@@ -158,14 +162,16 @@ class Engine:
         errors: dict[Request, Exception] = {}
         try:
             self._compute()
-        except KVCacheFullError as error:
-            errors[self._scheduler.oldest.payload.request] = error
+        except Exception as error:
+            self._find_guilty(error, errors)
         self._advance(errors)
         ended: list[tuple[Request, Exception | None]] = []
         for request in tuple(self._requests):
             if request in errors or request.is_finished:
                 self.drop(request)
                 ended.append((request, errors.get(request)))
+        if not any(row in self._scheduler for row in self._suspects):
+            self._scheduler.max_active = None
         return ended
 
     @property
@@ -187,7 +193,7 @@ class Engine:
 
     @property
     def _num_ready(self) -> int:
-        return sum(len(rows) for rows, _ in self._ready)
+        return len({row for rows, _ in self._ready for row in rows if row.sequence is not None})
 
     def _compute(self) -> None:
         """Run one forward, if some row has a token to compute."""
@@ -217,6 +223,10 @@ class Engine:
                 for index, row in enumerate(rows):
                     if twins := self._scheduler.fork_twins(row):
                         self._ready.append((twins, logits[[index] * len(twins)]))
+
+    def _reserve(self, rows: list[NewTokens]) -> Allocation:
+        occasion = self._runtime.next_occasion()
+        return reserve(self._runtime, rows, hold_window=False, occasion=occasion)
 
     def _run_forward(self, packed: PackedBatch, batch: RowBatch) -> torch.Tensor:
         ends = packed.last_token_index
@@ -254,14 +264,27 @@ class Engine:
             if not request.keeps_finished:
                 self._let_ended_go(request)
 
+    @whole
+    def _find_guilty(self, error: Exception, errors: dict[Request, Exception]) -> None:
+        """Blame the only active row for what a forward raised; if there are more, find out."""
+        with self._runtime.lock:
+            if isinstance(error, KVCacheFullError) or self._scheduler.num_active == 1:
+                errors[self._scheduler.oldest.payload.request] = error
+            else:
+                # One after the other, until each of them is through or has raised alone.
+                self._suspects = self._scheduler.active
+                self._scheduler.max_active = 1
+                self._scheduler.send_back_all_but_oldest()
+
     def _take_ready(self) -> tuple[list[Row], torch.Tensor]:
         """Return the rows that wait for their next token, and their logits."""
         rows = [row for rows, _ in self._ready for row in rows]
         parts = [logits for _, logits in self._ready]
         self._ready = []
         logits = parts[0] if len(parts) == 1 else torch.cat(parts)
-        # A row that had to give way meanwhile will compute its last token again.
-        here = [index for index, row in enumerate(rows) if row.sequence is not None]
+        # A row that had to give way meanwhile computes its last token again, or has done so.
+        last = {row: index for index, row in enumerate(rows) if row.sequence is not None}
+        here = sorted(last.values())
         if len(here) < len(rows):
             return [rows[index] for index in here], logits[here]
         return rows, logits

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers.generation.stopping_criteria import MaxLengthCriteria, MaxTimeCriteria
 
-from hf_paged.core.row_scheduler import Row
+from hf_paged.core.row import Row
 from hf_paged.generation.draws import Draws
 from hf_paged.generation.row_wise import first_not_row_wise, process_rows
 

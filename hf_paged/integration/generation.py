@@ -19,10 +19,10 @@ from hf_paged.cache.paged_cache import PagedCache
 from hf_paged.cache.runtime import PagedRuntime, runtime_of
 from hf_paged.cache.step_inputs import StepInputs
 from hf_paged.core.interrupts import interruptible, uninterrupted, whole
-from hf_paged.core.row_scheduler import Row
+from hf_paged.core.row import Row
 from hf_paged.core.scheduler import Call
-from hf_paged.generation.batch import COLLECTED
 from hf_paged.generation.engine import Engine
+from hf_paged.generation.preparation import COLLECTED
 from hf_paged.generation.request import Request, SampleArguments
 from hf_paged.integration.packing import find_prompts, why_not_packed
 
@@ -40,6 +40,7 @@ class _Generation:
 
     runtime: PagedRuntime
     names_cache: bool
+    collected: list[SampleArguments] | None
     call: Call | None = None
     token: Token[Call | None] | None = None
     caches: list[PagedCache] = field(default_factory=list)
@@ -58,14 +59,18 @@ class PagedGeneration:
         generation = _Generation(
             runtime_of(self),  # type: ignore[arg-type]
             names_cache=named is not None,
+            collected=COLLECTED.get(),
         )
         result: Any = None
         with uninterrupted():
             token = _current.set(generation)
+            # A processor may call generate() again: that one is not for collecting.
+            collecting = COLLECTED.set(None)
             try:
                 with interruptible():
                     result = super().generate(*args, **kwargs)  # type: ignore[misc]
             finally:
+                COLLECTED.reset(collecting)
                 _current.reset(token)
                 returned = getattr(result, self._hf_paged_cache_name, None)  # type: ignore[attr-defined]
                 for cache in generation.caches:
@@ -135,9 +140,8 @@ class PagedGeneration:
             streamer,
             must_fill_cache=generation is None or cache not in generation.caches,
         )
-        collected = COLLECTED.get()
-        if collected is not None:
-            collected.append(arguments)
+        if generation is not None and generation.collected is not None:
+            generation.collected.append(arguments)
             return input_ids
         request = Request(arguments)
         runtime = cache.runtime
@@ -203,6 +207,8 @@ def _find_packed_prompts(
 ) -> tuple[list[list[int]], list[int]] | None:
     """Return the prompts without padding and their first positions; None: run as a rectangle."""
     cache: Any = model_kwargs.get(model._hf_paged_cache_name)
+    if isinstance(cache, PagedCache):
+        cache.check_usable()
     found: Any = why_not_packed(cache, generation_config, model_kwargs, synced_gpus=synced_gpus)
     if found is None:
         found = cache.runtime.packed_model.obstacle()

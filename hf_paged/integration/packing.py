@@ -23,6 +23,7 @@ from hf_paged.cache.step import reserve
 from hf_paged.core.allocation import NewTokens
 from hf_paged.core.interrupts import interruptible, uninterrupted
 from hf_paged.errors import KVCacheFullError
+from hf_paged.generation.compiled import CompiledForward
 from hf_paged.integration.fingerprint import has_dynamic_rope, has_user_hooks
 from hf_paged.integration.model_spec import ModelSeams, spec_of
 
@@ -31,7 +32,16 @@ __all__ = ["PackedModel", "find_prompts", "why_not_packed"]
 logger = logging.getLogger("hf_paged")
 
 _KNOWN_ARGUMENTS = frozenset(
-    {"attention_mask", "position_ids", "cache", "past_key_values", "use_cache", "logits_to_keep"}
+    {
+        "assistant_tokenizer",
+        "attention_mask",
+        "cache",
+        "logits_to_keep",
+        "past_key_values",
+        "position_ids",
+        "tokenizer",
+        "use_cache",
+    }
 )
 _PROBE_LENGTHS = (5, 2, 4)
 _PROBE_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
@@ -53,6 +63,17 @@ class PackedModel:
         self._cache_name = seams.cache_name
         self._runtime = runtime
         self._obstacle_found: list[str | None] = []
+        self._compiled: CompiledForward | None = None
+        if runtime.config.compile:
+            self._compiled = CompiledForward(
+                seams.model, seams.base, self._forward_eager, runtime, runtime.config.compile
+            )
+
+    def begin_call(self) -> None:
+        """Look whether what was compiled still holds; packed forwards may follow."""
+        if self._compiled is not None:
+            is_frozen = self._runtime.config.compile == "freeze"
+            self._compiled.check(self._runtime.computation.fingerprint() if is_frozen else None)
 
     def forward(
         self,
@@ -61,7 +82,7 @@ class PackedModel:
         position_ids: torch.Tensor,
         index: torch.Tensor,
     ) -> torch.Tensor:
-        """Run the model on packed tokens.
+        """Run the model on packed tokens, compiled if so wished.
 
         Args:
             batch: carries the blocks.
@@ -72,6 +93,16 @@ class PackedModel:
         Returns:
             [m, V].
         """
+        run = self._forward_eager if self._compiled is None else self._compiled
+        return run(batch, input_ids, position_ids, index)
+
+    def _forward_eager(
+        self,
+        batch: PackedBatch,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        index: torch.Tensor,
+    ) -> torch.Tensor:
         is_decode = input_ids.shape[1] == 1
         logits: torch.Tensor = self._model(
             input_ids=input_ids,
@@ -183,7 +214,7 @@ class PackedModel:
                     batch = PackedBatch(runtime, allocation)
                     try:
                         with interruptible():
-                            logits = self.forward(
+                            logits = self._forward_eager(
                                 batch,
                                 batch.shape([t for p in prompts for t in p[part]], device=device),
                                 batch.shape(positions, device=device),

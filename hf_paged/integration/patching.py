@@ -77,6 +77,7 @@ def patch(
     batch_invariant: bool = False,
     max_batch_tokens: int | None = None,
     swap_memory: KVMemory | None = None,
+    compile: bool | str = False,
     packed_hooks: bool = False,
     verify: str | bool = "auto",
     debug: bool = False,
@@ -103,6 +104,11 @@ def patch(
         swap_memory: room for the blocks of rows that give way when the pool is full: on a CPU a
             temporary file, beside an accelerator pinned host memory. Bytes, a size, or a fraction
             of what is free there. Default: none, such rows are computed again.
+        compile: put the forward of packed calls through torch's compiler at its first use, which
+            takes seconds to minutes (a log line and a bar tell; a later process finds most of it
+            on disk). True: changes of weights are seen. "freeze": weights are packed for
+            inference once, a second copy, and again when they have changed. Where nothing can be
+            compiled (no C++ compiler, hooks of yours, autocast) one warning says so.
         packed_hooks: compute live tokens only, even if the model carries hooks of yours. They
             then see prompts end to end in [1, N] instead of padded rows, and rows that leave.
         verify: whether rows may lie end to end in one forward is known of some architectures; of
@@ -126,6 +132,7 @@ def patch(
         batch_invariant=batch_invariant,
         max_batch_tokens=max_batch_tokens,
         swap_memory=swap_memory,
+        compile=compile,
         packed_hooks=packed_hooks,
         verify=verify,
         debug=debug,
