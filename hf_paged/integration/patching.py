@@ -36,7 +36,7 @@ from hf_paged.integration.config_view import config_view
 from hf_paged.integration.fingerprint import ModelComputation
 from hf_paged.integration.generation import PagedGeneration
 from hf_paged.integration.model_spec import ModelSeams, find_seams
-from hf_paged.integration.packing import PackedModel
+from hf_paged.integration.packed_model import PackedModel
 
 __all__ = ["patch", "unpatch"]
 

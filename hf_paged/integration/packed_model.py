@@ -1,0 +1,220 @@
+"""A patched model as the packed runner calls it, and whether its rows may lie end to end.
+
+In a packed forward the tokens of all rows lie end to end, so they may meet in attention alone. Of
+the architectures that the specs name this is known; of others it is found out once, by comparing
+a few tokens packed with the same tokens alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import weakref
+from typing import Any
+
+import torch
+from transformers.generation.utils import GenerationMixin
+
+from hf_paged.cache.packed_batch import PackedBatch
+from hf_paged.cache.runtime import PagedRuntime
+from hf_paged.cache.step import reserve
+from hf_paged.core.allocation import NewTokens
+from hf_paged.core.interrupts import interruptible, uninterrupted
+from hf_paged.errors import KVCacheFullError
+from hf_paged.generation.compiled import CompiledForward
+from hf_paged.integration.fingerprint import has_dynamic_rope, has_user_hooks
+from hf_paged.integration.model_spec import ModelSeams, spec_of
+
+__all__ = ["PackedModel"]
+
+logger = logging.getLogger("hf_paged")
+
+_PROBE_LENGTHS = (5, 2, 4)
+_PROBE_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
+"""Relative distance of logits; tokens that meet where they should not differ by their own size."""
+_PROBE_TOLERANCE_OF_HALF = 5e-2
+
+
+class PackedModel:
+    """A patched model as the packed runner sees it.
+
+    Args:
+        seams: of the model; its modules are kept alive by the model, not by this object.
+        runtime: of the model.
+    """
+
+    def __init__(self, seams: ModelSeams, runtime: PagedRuntime) -> None:
+        self._model_ref = weakref.ref(seams.model)
+        self._base_ref = weakref.ref(seams.base)
+        self._cache_name = seams.cache_name
+        self._runtime = runtime
+        self._obstacle_found: list[str | None] = []
+        self._compiled: CompiledForward | None = None
+        if runtime.config.compile:
+            self._compiled = CompiledForward(
+                seams.model, seams.base, self._forward_eager, runtime, runtime.config.compile
+            )
+
+    def begin_call(self) -> None:
+        """Look whether what was compiled still holds; packed forwards may follow."""
+        if self._compiled is not None:
+            is_frozen = self._runtime.config.compile == "freeze"
+            self._compiled.check(self._runtime.computation.fingerprint() if is_frozen else None)
+
+    def forward(
+        self,
+        batch: PackedBatch,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        index: torch.Tensor,
+    ) -> torch.Tensor:
+        """Run the model on packed tokens, compiled if so wished.
+
+        Args:
+            batch: carries the blocks.
+            input_ids: [1, N] or [N, 1].
+            position_ids: likewise.
+            index: [m], the tokens whose logits are wanted.
+
+        Returns:
+            [m, V].
+        """
+        run = self._forward_eager if self._compiled is None else self._compiled
+        return run(batch, input_ids, position_ids, index)
+
+    def _forward_eager(
+        self,
+        batch: PackedBatch,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        index: torch.Tensor,
+    ) -> torch.Tensor:
+        is_decode = input_ids.shape[1] == 1
+        logits: torch.Tensor = self._model(
+            input_ids=input_ids,
+            position_ids=position_ids,
+            use_cache=True,
+            return_dict=True,
+            logits_to_keep=1 if is_decode else index,
+            **{self._cache_name: batch},
+        ).logits
+        if not is_decode:
+            return logits[0]
+        return logits[:, 0] if len(index) == len(logits) else logits[index, 0]
+
+    def obstacle(self) -> str | None:
+        """Return why this model's rows stay in rectangles now, or None if they need not."""
+        base, config = self._base, self._runtime.config
+        if any(module.training for module in base.modules()):
+            return "the model is in training mode"
+        if not config.packed_hooks and has_user_hooks(self._model):
+            return "the model carries hooks, which must see rows as they always did"
+        if has_dynamic_rope(base.config):
+            return "its RoPE depends on the longest row of the forward"
+        if not self._obstacle_found:
+            self._obstacle_found.append(self._find_obstacle())
+        return self._obstacle_found[0]
+
+    def compare(self) -> str | None:
+        """Return how a few tokens differ packed from the same alone, or None if they do not."""
+        device = self._base.device
+        vocab_size = self._model.get_input_embeddings().weight.shape[0]
+        generator = torch.Generator().manual_seed(0)
+        prompts = [
+            torch.randint(vocab_size, (length,), generator=generator).tolist()
+            for length in _PROBE_LENGTHS
+        ]
+        with torch.no_grad():
+            alone = torch.stack(
+                [
+                    self._model(
+                        input_ids=torch.tensor([prompt], device=device), use_cache=False
+                    ).logits[0, -1]
+                    for prompt in prompts
+                ]
+            )
+            try:
+                packed = self._run_packed(prompts, device)
+            except KVCacheFullError as error:
+                return (
+                    f"the pool is too small to compare packed tokens with the same alone: {error}"
+                )
+            except Exception as error:
+                return f"a packed forward raises {type(error).__name__}: {error}"
+        tolerance = _PROBE_TOLERANCE.get(alone.dtype, _PROBE_TOLERANCE_OF_HALF)
+        distance = float((packed - alone).float().norm() / alone.float().norm())
+        if distance <= tolerance:
+            return None
+        return f"packed tokens give other logits than the same alone (relative L2 {distance:.1e})"
+
+    @property
+    def _model(self) -> Any:
+        return self._model_ref()
+
+    @property
+    def _base(self) -> Any:
+        return self._base_ref()
+
+    def _find_obstacle(self) -> str | None:
+        config, spec = self._runtime.config, spec_of(self._base.config)
+        name = self._base.config.model_type
+        if "logits_to_keep" not in self._parameters or "position_ids" not in self._parameters:
+            return "its forward takes no logits_to_keep or no position_ids"
+        if spec is not None and spec.packed is not None and config.verify is not True:
+            return None if spec.packed else f"tokens of {name} meet outside attention"
+        own: Any = type(self._model).prepare_inputs_for_generation
+        if own is not GenerationMixin.prepare_inputs_for_generation:
+            return f"{name} prepares the inputs of its forward in its own way"
+        if config.verify is False:
+            return f"nothing is known of {name} and verify=False"
+        obstacle = self.compare()
+        logger.info(
+            "%s was compared packed and alone: %s",
+            name,
+            "equal, its live tokens will be packed" if obstacle is None else obstacle,
+        )
+        return obstacle
+
+    @property
+    def _parameters(self) -> frozenset[str]:
+        return frozenset(inspect.signature(type(self._model).forward).parameters)
+
+    def _run_packed(self, prompts: list[list[int]], device: torch.device) -> torch.Tensor:
+        """Compute all but the last tokens in one forward, the last ones in another."""
+        runtime = self._runtime
+        with uninterrupted():
+            with runtime.lock:
+                sequences = [runtime.manager.new_sequence() for _ in prompts]
+            try:
+                for part in (slice(0, -1), slice(-1, None)):
+                    rows = [
+                        NewTokens(sequence, len(prompt[part]))
+                        for sequence, prompt in zip(sequences, prompts, strict=True)
+                    ]
+                    positions = [p for prompt in prompts for p in range(len(prompt))[part]]
+                    allocation = runtime.scheduler.allocate(
+                        functools.partial(
+                            reserve, runtime, rows, hold_window=False, occasion="a comparison"
+                        )
+                    )
+                    batch = PackedBatch(runtime, allocation)
+                    try:
+                        with interruptible():
+                            logits = self._forward_eager(
+                                batch,
+                                batch.shape([t for p in prompts for t in p[part]], device=device),
+                                batch.shape(positions, device=device),
+                                torch.tensor(batch.last_token_index, device=device),
+                            )
+                    finally:
+                        if not batch.is_settled:
+                            with runtime.lock:
+                                runtime.manager.rollback(allocation)
+                return logits
+            finally:
+                with runtime.lock:
+                    # These are nobody's tokens.
+                    runtime.manager.num_computed_tokens -= sum(s.num_tokens for s in sequences)
+                    for sequence in sequences:
+                        runtime.manager.free(sequence)
