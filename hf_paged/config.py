@@ -40,7 +40,7 @@ class PagedConfig:
         prefix_caching: keep blocks after a call and reuse them.
         batch_invariant: a row's attention output does not depend on the other rows' bits or number.
         max_batch_tokens: tokens that one forward of a packed call computes at most, decoding rows
-            aside; None: chosen for the device.
+            aside; None: 2048.
         swap_memory: room outside of the pool for rows that give way, see :data:`KVMemory`; None:
             they are computed again.
         compile: False, True or "freeze", see :func:`hf_paged.patch`.

@@ -1,14 +1,15 @@
 """Room outside of the pool for the blocks of rows that give way to others.
 
 On a CPU it is a temporary file, mapped into memory: what is stored there takes disk, not memory,
-once the system needs the memory. Beside an accelerator it is pinned host memory.
+once the system needs the memory (TMPDIR says where; a tmpfs is memory). Beside an accelerator it is
+pinned host memory.
 """
 
 from __future__ import annotations
 
 import heapq
+import os
 import tempfile
-from pathlib import Path
 
 import torch
 
@@ -42,10 +43,15 @@ class BlockFile:
         """Copy blocks out; return their slots, or None if there is no room for all."""
         if len(block_ids) > len(self._free):
             return None
+        pairs = self._pairs()
         slots = [heapq.heappop(self._free) for _ in block_ids]
-        for buffer, cache in self._pairs():
-            blocks = cache[torch.tensor(block_ids, dtype=torch.int64, device=cache.device)]
-            buffer[torch.tensor(slots, dtype=torch.int64)] = blocks.to(buffer.device)
+        try:
+            for buffer, cache in pairs:
+                blocks = cache[torch.tensor(block_ids, dtype=torch.int64, device=cache.device)]
+                buffer[torch.tensor(slots, dtype=torch.int64)] = blocks.to(buffer.device)
+        except BaseException:
+            self.free(slots)
+            raise
         self.num_stored += len(block_ids)
         return slots
 
@@ -78,11 +84,17 @@ class BlockFile:
         return pairs
 
     def _make_buffer(self, cache: torch.Tensor) -> torch.Tensor:
-        shape = (self._num_slots, *cache.shape[1:])
-        if cache.device.type != "cpu":
-            return torch.empty(shape, dtype=cache.dtype, pin_memory=True)
-        with tempfile.TemporaryDirectory(prefix="hf_paged") as folder:
-            # The mapping keeps the file alive after its name is gone.
-            path = str(Path(folder) / "blocks")
-            size = torch.Size(shape).numel()
-            return torch.from_file(path, shared=True, size=size, dtype=cache.dtype).view(shape)
+        shape = torch.Size((self._num_slots, *cache.shape[1:]))
+        # Tensors made in inference mode could not be written outside of it.
+        with torch.inference_mode(False):
+            if cache.device.type != "cpu":
+                return torch.empty(shape, dtype=cache.dtype, pin_memory=True)
+            with tempfile.NamedTemporaryFile(prefix="hf_paged") as file:
+                # A file with holes would end the process where the disk is full, at a write.
+                if hasattr(os, "posix_fallocate"):
+                    os.posix_fallocate(file.fileno(), 0, shape.numel() * cache.itemsize)
+                # The mapping keeps the file alive after its name is gone.
+                mapped = torch.from_file(
+                    file.name, shared=True, size=shape.numel(), dtype=cache.dtype
+                )
+            return mapped.view(shape)

@@ -92,7 +92,7 @@ class PackedBatch(StepCache):
         """Refuse: packed tokens have no padded shape."""
         self._refuse()
 
-    # A mask that is neither causal nor sliding would be built from these; it is refused above.
+    # A mask that is neither causal nor sliding would be built from these; gather_past refuses it.
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return 0: every packed token brings its own position."""
@@ -113,7 +113,7 @@ class PackedBatch(StepCache):
 
     def _refuse(self) -> NoReturn:
         raise UnsupportedModelError(
-            "the model asked for attention that is neither causal nor sliding in a packed "
-            "forward: expected a model whose tokens meet in plain attention alone; patch it with "
-            "verify=False, which keeps rows apart in rectangles."
+            "the model asked for attention that is neither causal nor sliding, or for attention "
+            "weights, in a packed forward: expected plain attention. An architecture that needs "
+            "more is one for a ModelSpec with packed=False."
         )

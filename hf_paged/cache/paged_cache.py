@@ -160,10 +160,11 @@ class PagedCache(StepCache):
             is_paged = False
         rows = new_tokens(self, inputs, real, hides_past=hides_past)
         runtime, hold_window = self.runtime, self._is_recording
-        occasion = runtime.next_occasion()
+        occasion = runtime.occasion
         allocation = runtime.scheduler.allocate(
             lambda: reserve(runtime, rows, hold_window=hold_window, occasion=occasion)
         )
+        runtime.count_step()
         self._new_real, self._past = real, {}
         return PagedStep(
             self,
@@ -348,6 +349,11 @@ class PagedCache(StepCache):
     def activate_past_recording(self) -> None:
         """From now on keep tokens behind a window until :meth:`crop` is called."""
         self._is_recording = True
+
+    @property
+    def records_past(self) -> bool:
+        """Whether tokens behind a window stay until :meth:`crop`."""
+        return self._is_recording
 
     def is_recording_past(self, layer_idx: int) -> bool:
         """Whether a layer keeps tokens behind its window until :meth:`crop`."""

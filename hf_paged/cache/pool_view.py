@@ -260,7 +260,7 @@ def _copy(
             (sequence, sequence.num_tokens, tuple(tuple(table.ids) for table in sequence.tables))
             for sequence in runtime.manager.sequences
         ]
-        return rows, runtime.rows_of_caches(), runtime.manager.pool.states()
+        return rows, runtime.rows_of_owners(), runtime.manager.pool.states()
 
 
 def _make_blocks(states: BlockStates, sequences: list[PoolSequence]) -> tuple[PoolBlock, ...]:

@@ -10,7 +10,7 @@ from collections.abc import Hashable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 
@@ -138,7 +138,7 @@ class PagedRuntime:
         self.current_call: ContextVar[Call | None] = ContextVar("current_call", default=None)
         self.scope: ContextVar[Hashable] = ContextVar("scope", default=None)
         self.max_batch_tokens = config.max_batch_tokens or _DEFAULT_BATCH_TOKENS
-        self.row_schedulers: list[RowScheduler] = []
+        self.row_schedulers: WeakSet[RowScheduler] = WeakSet()
         self.packed_model: PackedForward | None = None
         self.block_file = _make_block_file(config, self.storage, self.bytes_per_block, device)
         self.num_preemptions = 0
@@ -174,21 +174,25 @@ class PagedRuntime:
             self._owned[ref(owner, self._dead_owners.append)] = rows
             return rows
 
-    def rows_of_caches(self) -> dict[Sequence, tuple[int, int]]:
-        """Return (cache, row) of each sequence that has an owner; the lock must be held."""
+    def rows_of_owners(self) -> dict[Sequence, tuple[int, int]]:
+        """Return (owner, row) of each sequence that has an owner; the lock must be held."""
         return {
             sequence: (rows.number, row)
             for rows in self._owned.values()
             for row, sequence in enumerate(rows.sequences)
         }
 
-    def next_occasion(self) -> str:
-        """Count a forward of the running call; say for an error message which one it is."""
+    @property
+    def occasion(self) -> str:
+        """What a forward is about to happen for, as an error message says it."""
         call = self.current_call.get()
-        if call is None:
-            return "a forward"
-        call.num_steps += 1
-        return f"step {call.num_steps - 1} of generate()"
+        return "a forward" if call is None else f"step {call.num_steps} of generate()"
+
+    def count_step(self) -> None:
+        """Count a forward of the running call, whose blocks are reserved."""
+        call = self.current_call.get()
+        if call is not None:
+            call.num_steps += 1
 
     @whole
     def reclaim(self) -> None:
@@ -300,6 +304,7 @@ class PagedRuntime:
         with self.lock:
             self.is_active = False
             self.packed_model = None  # what is compiled keeps weights alive
+            self.block_file = None
             self.storage.clear()
 
 

@@ -31,6 +31,8 @@ class NewTokens:
         version: what K and V depend on besides tokens and positions; None: not shareable.
         keep: whether the blocks may stay cached after their last user.
         is_prompt: whether statistics count them as prompt; None: if they are the first.
+        is_copied: K and V come from elsewhere, so there is no query that sees one token more than
+            later ones.
     """
 
     sequence: KVSequence
@@ -40,6 +42,7 @@ class NewTokens:
     version: Hashable | None = None
     keep: bool = True
     is_prompt: bool | None = None
+    is_copied: bool = False
 
 
 @dataclass
@@ -150,7 +153,8 @@ class AllocationPlanner:
         hits = Counter[int]()
         for group_id, group in enumerate(self.groups):
             # The last query sees one token more than later ones will.
-            hidden = 0 if hold_window else group.num_hidden_tokens(row.end - 1)
+            end = row.end if new.is_copied else row.end - 1
+            hidden = 0 if hold_window else group.num_hidden_tokens(end)
             store_from = max(start, hidden // size * size)
             table = sequence.tables[group_id]
             entries = []

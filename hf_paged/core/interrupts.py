@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import signal
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from types import FrameType
 from typing import Any, TypeVar, cast
 
-__all__ = ["interruptible", "uninterrupted", "whole"]
+__all__ = ["interruptible", "is_from_signal_handler", "uninterrupted", "whole"]
 
 _SIGNALS = tuple(
     getattr(signal, name)
@@ -114,3 +115,11 @@ def whole(function: F) -> F:
             return function(*args, **kwargs)
 
     return cast("F", run)
+
+
+def is_from_signal_handler(error: BaseException) -> bool:
+    """Whether ``error`` was raised by the handler of a signal, such as a time limit's."""
+    handlers = (signal.getsignal(number) for number in _SIGNALS)
+    codes = {getattr(handler, "__code__", None) for handler in handlers} - {None}
+    frames = traceback.walk_tb(error.__traceback__)
+    return any(frame.f_code in codes for frame, _ in frames)

@@ -13,7 +13,7 @@ lets it go first and adopts its blocks, or forks it if their prompts are equal.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 
@@ -89,7 +89,7 @@ class RowScheduler:
         self._keep = keep
         self._sequences = sequences
         self._swap = swap
-        self._waiting: deque[Row] = deque()
+        self._waiting: OrderedDict[Row, None] = OrderedDict()
         self._active: dict[Row, None] = {}
         self._num_available_before: int | None = None
         self.is_rigid = False
@@ -131,7 +131,7 @@ class RowScheduler:
 
     def add(self, row: Row) -> None:
         """Let ``row`` wait for its turn."""
-        self._waiting.append(row)
+        self._waiting[row] = None
         self._num_available_before = None
 
     def check_can_ever_fit(self, row: Row, num_tokens: int) -> None:
@@ -204,9 +204,10 @@ class RowScheduler:
             if twin in self._waiting:
                 if not self.is_rigid and num_next > self._manager.pool.num_available:
                     break
-                self._waiting.remove(twin)
+                del self._waiting[twin]
                 self._active[twin] = None
             self._release(twin)
+            self._forget(twin)
             twin.sequence = self._manager.fork(row.sequence)
             self._manager.num_prefix_query_tokens += row.num_prompt_tokens
             self._manager.num_prefix_hit_tokens += row.num_prompt_tokens
@@ -222,26 +223,26 @@ class RowScheduler:
         if row in self._active:
             del self._active[row]
         else:
-            self._waiting.remove(row)
+            del self._waiting[row]
         self._num_available_before = None
 
-    def send_back_all_but_oldest(self) -> None:
-        """Send all active rows but one back to wait."""
-        while self._preempt_youngest():
+    def send_back_all(self) -> None:
+        """Send all active rows back to wait."""
+        while self._preempt_youngest(num_left=0):
             pass
 
     def hand_over(self) -> None:
         """Let all rows go, but not their sequences, which are the caller's from now on."""
         for row in self._active:
             row.sequence = None
+            self._forget(row)
         self._active.clear()
         self._sequences.clear()
 
     def close(self) -> None:
         """Let all rows go."""
-        for row in self._active:
+        for row in (*self._active, *self._waiting):
             self._release(row)
-        for row in self._waiting:
             self._forget(row)
         self._active.clear()
         self._waiting.clear()
@@ -257,7 +258,7 @@ class RowScheduler:
         if self.max_active is not None:
             num_entering = min(num_entering, max(0, self.max_active - len(self._active)))
         for _ in range(num_entering):
-            self._active[self._waiting.popleft()] = None
+            self._active[self._waiting.popitem(last=False)[0]] = None
         self._num_available_before = None if num_entering else num_available
 
     def _num_that_can_enter(self) -> int:
@@ -279,15 +280,17 @@ class RowScheduler:
         # The first of all fits alone or fails alone.
         return max(0 if self._active else 1, num_fit - len(unfinished))
 
-    def _preempt_youngest(self) -> bool:
-        """Send the row that entered last back to wait; False if only one is left."""
-        if len(self._active) < 2:
+    def _preempt_youngest(self, num_left: int = 1) -> bool:
+        """Send the row that entered last back to wait; False if only ``num_left`` are left."""
+        if len(self._active) <= num_left:
             return False
-        row, _ = self._active.popitem()
+        row = next(reversed(self._active))
         if self._swap is not None:
             self._swap.move_out(row)
         self._release(row)
-        self._waiting.appendleft(row)
+        del self._active[row]
+        self._waiting[row] = None
+        self._waiting.move_to_end(row, last=False)
         self.num_preemptions += 1
         return True
 

@@ -75,25 +75,26 @@ class RowSwap:
             stored: stays as it is, see :meth:`forget`.
             tokens: up to the last one stored, from the first one that could not be adopted on.
         """
+        tokens.is_copied = True
         try:
             allocation = self._reserve([tokens])
         except KVCacheFullError:
             return
-        slots, blocks, is_whole = [], [], True
-        for group_id, entries in enumerate(allocation.rows[0].entries):
-            group = self._manager.groups[group_id]
-            num_hidden = group.num_hidden_tokens(stored.num_tokens) // self._manager.block_size
-            for entry in entries:
-                slot = stored.slots[group_id].get(entry.index)
-                if entry.is_written and slot is not None:
-                    slots.append(slot)
-                    blocks.append(entry.block)
-                elif entry.is_written and entry.index >= num_hidden:
-                    is_whole = False
-        if not is_whole:
+        written = [
+            (stored.slots[group_id].get(entry.index), entry.block)
+            for group_id, entries in enumerate(allocation.rows[0].entries)
+            for entry in entries
+            if entry.is_written
+        ]
+        slots = [slot for slot, _ in written if slot is not None]
+        if len(slots) < len(written):
             self._manager.rollback(allocation)
             return
-        self._store.load(slots, blocks)
+        try:
+            self._store.load(slots, [block for _, block in written])
+        except BaseException:
+            self._manager.rollback(allocation)
+            raise
         self._manager.commit(allocation, is_computed=False)
 
     def forget(self, row: Row) -> None:

@@ -4,7 +4,7 @@ A call is one ``generate()``. Calls of other threads are admitted beside the run
 the worst case of all of them fits, so that admitted calls never wait for each other. The first
 call is always admitted; if it does not fit alone, it fails alone.
 
-Preemption belongs here as well: a call that runs dry would step back instead of waiting.
+Rows of one call wait and give way to each other in :mod:`hf_paged.core.row_scheduler`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Call:
 
     Attributes:
         num_reserved_blocks: the most blocks that it can come to hold.
-        num_steps: forwards begun.
+        num_steps: forwards whose blocks were reserved.
         version: under which its K and V are computed; None before the first forward.
         keep: whether later calls may find what it computes.
     """

@@ -18,6 +18,7 @@ import torch
 from tqdm import tqdm
 
 from hf_paged.cache.runtime import PagedRuntime, runtime_of
+from hf_paged.core.interrupts import uninterrupted
 from hf_paged.core.scheduler import Call
 from hf_paged.errors import ConfigurationError, KVCacheFullError
 from hf_paged.generation.engine import Engine
@@ -114,8 +115,10 @@ def _generate(
     total = len(prompts) if isinstance(prompts, Sized) else None
     source = enumerate(prompts)
     running: dict[Request, tuple[int, list[int]]] = {}
-    call = runtime.scheduler.admit(runtime.num_blocks)
+    call: Call | None = None
     try:
+        with uninterrupted():  # a call that nobody ends would keep the pool for ever
+            call = runtime.scheduler.admit(runtime.num_blocks)
         with (
             _Progress(runtime, total, is_shown=progress) as bar,
             _opened(runtime, call, scope, preparation.device) as engine,
@@ -156,7 +159,8 @@ def _generate(
                         else:
                             yield bar.note(preparation.output(index, prompt_ids, request))
     finally:
-        runtime.scheduler.finish(call)
+        if call is not None:
+            runtime.scheduler.finish(call)
 
 
 def _has_room(engine: Engine, running: dict[Request, Any]) -> bool:

@@ -12,14 +12,19 @@ from __future__ import annotations
 import torch
 
 from hf_paged.cache.packed_batch import PackedBatch
+from hf_paged.cache.paged_cache import PagedCache
 from hf_paged.cache.runtime import PagedRuntime
 from hf_paged.cache.step import reserve
 from hf_paged.core.allocation import Allocation, NewTokens
-from hf_paged.core.interrupts import interruptible, uninterrupted, whole
+from hf_paged.core.interrupts import (
+    interruptible,
+    is_from_signal_handler,
+    uninterrupted,
+    whole,
+)
 from hf_paged.core.row import Row
 from hf_paged.core.row_scheduler import RowBatch, RowScheduler
 from hf_paged.core.row_swap import RowSwap
-from hf_paged.core.sequence import Sequence as KVSequence
 from hf_paged.errors import KVCacheFullError
 from hf_paged.generation.request import Request
 
@@ -57,11 +62,13 @@ class Engine:
         self._requests: list[Request] = []
         self._culprit: object | None = None
         self._ready: list[tuple[list[Row], torch.Tensor]] = []
-        self._suspects: list[Row] = []
-        runtime.row_schedulers.append(self._scheduler)
+        self._suspects: dict[Row, int] = {}
 
+    @whole
     def __enter__(self) -> Engine:
-        """Return the engine itself."""
+        """Begin; return the engine itself."""
+        with self._runtime.lock:
+            self._runtime.row_schedulers.add(self._scheduler)
         return self
 
     @whole
@@ -69,7 +76,7 @@ class Engine:
         """Give all blocks back."""
         with self._runtime.lock:
             self._scheduler.close()
-            self._runtime.row_schedulers.remove(self._scheduler)
+            self._runtime.row_schedulers.discard(self._scheduler)
             self._runtime.num_preemptions += self._scheduler.num_preemptions
 
     @property
@@ -145,7 +152,7 @@ class Engine:
         """
         self._compute()
         if self._culprit is not None:
-            if self._num_ready < sum(len(request.rows) for request in self._requests):
+            if self._num_ready < self._scheduler.num_active:
                 return
         elif self._scheduler.is_filling:
             return  # rows that enter together decode together
@@ -163,6 +170,8 @@ class Engine:
         try:
             self._compute()
         except Exception as error:
+            if is_from_signal_handler(error):
+                raise
             self._find_guilty(error, errors)
         self._advance(errors)
         ended: list[tuple[Request, Exception | None]] = []
@@ -170,8 +179,7 @@ class Engine:
             if request in errors or request.is_finished:
                 self.drop(request)
                 ended.append((request, errors.get(request)))
-        if not any(row in self._scheduler for row in self._suspects):
-            self._scheduler.max_active = None
+        self._clear_suspects()
         return ended
 
     @property
@@ -180,14 +188,21 @@ class Engine:
         return sum(row.num_generated for request in self._requests for row in request.rows)
 
     @whole
-    def hand_over(self, rows: list[Row]) -> list[KVSequence] | None:
-        """Return the sequences of ``rows``, the caller's from now on; None if some have left."""
+    def hand_over(self, rows: list[Row], cache: PagedCache, real: torch.Tensor) -> bool:
+        """Let ``cache`` hold what ``rows`` have computed; False if some of them have left.
+
+        Args:
+            rows: all that there are.
+            cache: an empty one.
+            real: [B, C] bool on the CPU, the columns of the rectangle that are no padding.
+        """
         with self._runtime.lock:
             sequences = [row.sequence for row in rows if row.sequence is not None]
             if len(sequences) != len(rows):
-                return None
+                return False
             self._scheduler.hand_over()
-            return sequences
+            cache.take_over(sequences, real)
+            return True
 
     # -- inside ------------------------------------------------------------------------------
 
@@ -206,6 +221,7 @@ class Engine:
                 raise _blame(error, self._culprit) from error
             if batch is None:
                 return
+            self._runtime.count_step()
             packed = PackedBatch(self._runtime, batch.allocation)
             try:
                 with interruptible():
@@ -225,8 +241,7 @@ class Engine:
                         self._ready.append((twins, logits[[index] * len(twins)]))
 
     def _reserve(self, rows: list[NewTokens]) -> Allocation:
-        occasion = self._runtime.next_occasion()
-        return reserve(self._runtime, rows, hold_window=False, occasion=occasion)
+        return reserve(self._runtime, rows, hold_window=False, occasion=self._runtime.occasion)
 
     def _run_forward(self, packed: PackedBatch, batch: RowBatch) -> torch.Tensor:
         ends = packed.last_token_index
@@ -255,26 +270,47 @@ class Engine:
         for (request, _), found in ages.items():
             found.sort(key=lambda index: rows[index].payload.index)
             is_all = found == list(range(len(rows)))
+            of_group = [rows[index] for index in found]
             try:
-                request.advance([rows[i] for i in found], logits if is_all else logits[found])
+                request.advance(of_group, logits if is_all else logits[found])
             except Exception as error:
                 if errors is None:
                     raise
                 errors[request] = error
             if not request.keeps_finished:
-                self._let_ended_go(request)
+                self._let_ended_go(request, request.rows if request.is_finished else of_group)
 
     @whole
     def _find_guilty(self, error: Exception, errors: dict[Request, Exception]) -> None:
-        """Blame the only active row for what a forward raised; if there are more, find out."""
+        """Blame the row for which a forward raised, if it can be told; if not, find out.
+
+        Rows that were in such a forward come back one by one. Each joins those that have shown
+        their innocence by a forward without an error.
+        """
         with self._runtime.lock:
-            if isinstance(error, KVCacheFullError) or self._scheduler.num_active == 1:
+            active = self._scheduler.active
+            suspects = active if len(active) == 1 else [r for r in active if r in self._suspects]
+            if isinstance(error, KVCacheFullError):
                 errors[self._scheduler.oldest.payload.request] = error
+            elif len(suspects) == 1:
+                errors[suspects[0].payload.request] = error
             else:
-                # One after the other, until each of them is through or has raised alone.
-                self._suspects = self._scheduler.active
+                self._suspects = {row: row.num_generated for row in active}
                 self._scheduler.max_active = 1
-                self._scheduler.send_back_all_but_oldest()
+                # Of all: a forward that raised after its commit has taken logits along.
+                self._scheduler.send_back_all()
+                self._ready = []
+
+    def _clear_suspects(self) -> None:
+        """Clear rows that have a token more than when they came under suspicion."""
+        if not self._suspects:
+            return
+        self._suspects = {
+            row: num_generated
+            for row, num_generated in self._suspects.items()
+            if row in self._scheduler and row.num_generated == num_generated
+        }
+        self._scheduler.max_active = self._scheduler.num_active + 1 if self._suspects else None
 
     def _take_ready(self) -> tuple[list[Row], torch.Tensor]:
         """Return the rows that wait for their next token, and their logits."""
@@ -294,12 +330,12 @@ class Engine:
         found = False
         for request in self._requests:
             if request.keeps_finished and request.stop_keeping_finished():
-                found = self._let_ended_go(request) or found
+                found = self._let_ended_go(request, request.rows) or found
         return found
 
     @whole
-    def _let_ended_go(self, request: Request) -> bool:
-        ended = [row for row in request.rows if request.has_ended(row) and row in self._scheduler]
+    def _let_ended_go(self, request: Request, rows: list[Row]) -> bool:
+        ended = [row for row in rows if request.has_ended(row) and row in self._scheduler]
         with self._runtime.lock:
             for row in ended:
                 self._scheduler.finish(row)

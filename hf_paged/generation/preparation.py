@@ -90,7 +90,7 @@ class Preparation:
             collected: list[SampleArguments] = []
             token = COLLECTED.set(collected)
             try:
-                result = self._model.generate(self._tensor(prompt_ids), **options)
+                result = self._generate(prompt_ids, options)
             finally:
                 COLLECTED.reset(token)
             if not collected:
@@ -104,7 +104,7 @@ class Preparation:
             # all rows of the prompt at one age.
             if may_wait:
                 return None
-            result = self._model.generate(self._tensor(prompt_ids), **options)
+            result = self._generate(prompt_ids, options)
             return self._output_of_alone(index, prompt_ids, config, result)
         except Exception as error:
             if may_wait and isinstance(error, KVCacheFullError):
@@ -156,8 +156,10 @@ class Preparation:
             )
         return list(prompt)
 
-    def _tensor(self, prompt_ids: list[int]) -> torch.Tensor:
-        return torch.tensor([prompt_ids], device=self.device)
+    def _generate(self, prompt_ids: list[int], options: dict[str, Any]) -> Any:
+        ids = torch.tensor([prompt_ids], device=self.device)
+        # Without a mask transformers would take leading pad ids for padding.
+        return self._model.generate(ids, attention_mask=torch.ones_like(ids), **options)
 
     def _generator(self, index: int, arguments: SampleArguments) -> torch.Generator | None:
         if not arguments.config.do_sample:

@@ -18,7 +18,7 @@ from transformers.generation.stopping_criteria import MaxLengthCriteria, MaxTime
 
 from hf_paged.core.row import Row
 from hf_paged.generation.draws import Draws
-from hf_paged.generation.row_wise import first_not_row_wise, process_rows
+from hf_paged.generation.row_wise import ROW_WISE_CRITERIA, first_not_row_wise, process_rows
 
 __all__ = ["Place", "Request", "SampleArguments"]
 
@@ -94,6 +94,9 @@ class Request:
             self._scores = []
         if returns_dict and config.output_logits:
             self._logits = []
+        self._has_declared_criterion = any(
+            type(criterion) not in ROW_WISE_CRITERIA for criterion in self._criteria
+        )
         self._has_eos = any(hasattr(criterion, "eos_token_id") for criterion in self._criteria)
         self._pad_token = 0
         if config._pad_token_tensor is not None:
@@ -119,6 +122,8 @@ class Request:
             or first_not_row_wise(self._processors, ()) is not None
             # Without an eos token a row that has ended goes on with real tokens.
             or not (self._has_eos or self._ends_by_length_alone)
+            # A criterion that sees all rows may look at their scores.
+            or (self.culprit is not None and self._scores is not None)
         )
         self.keeps_finished = self._must_keep_finished or returns_dict
         self._generated = torch.full((num_rows, 16), self._pad_token, device=device)
@@ -164,7 +169,7 @@ class Request:
             self._input_ids.shape[1] + row.num_generated >= max_length
         )
         is_eos = any(
-            row.token_ids[-1] in criterion.eos_token_id.tolist()
+            row.token_ids[-1] in torch.as_tensor(criterion.eos_token_id).reshape(-1).tolist()
             for criterion in self._criteria
             if hasattr(criterion, "eos_token_id")
         )
@@ -181,7 +186,8 @@ class Request:
         """Choose the next token of ``rows`` and append it; mark those that have ended.
 
         Args:
-            rows: of one age, in the order of the request; all of them if there is a culprit.
+            rows: of one age, in the order of the request; if there is a culprit, all that have
+                not left.
             logits: [k, V].
         """
         age = rows[0].num_generated
@@ -206,12 +212,14 @@ class Request:
         for row, token in zip(rows, tokens.tolist(), strict=True):
             row.token_ids.append(token)
         self.num_ages = max(self.num_ages, age + 1)
-        is_done = self._criteria(self._ids(indices, age + 1), self._scores_of(indices, age))
-        self._unfinished[indices] &= ~is_done
-        for index, is_open in zip(indices, self._unfinished[indices].tolist(), strict=True):
+        # Rows that have left are padding, and whoever must see all rows sees that too.
+        shown = indices if self.culprit is None else list(range(num_rows))
+        is_done = self._criteria(self._ids(shown, age + 1), self._scores_of(shown, age))
+        self._unfinished[shown] &= ~is_done
+        for index, is_open in zip(shown, self._unfinished[shown].tolist(), strict=True):
             self._is_finished[index] = not is_open
         if self._streamer is not None:
-            self._streamer.put(tokens.cpu())
+            self._streamer.put(self._generated[shown, age].cpu())
         if self._is_out_of_time():
             self._is_finished = [True] * num_rows
 
@@ -258,8 +266,10 @@ class Request:
         )
 
     def _scores_of(self, indices: list[int], age: int) -> tuple[torch.Tensor, ...] | None:
-        if self._scores is None or len(indices) == len(self.rows):
-            return self.scores
+        if len(indices) == len(self.rows) or not self._has_declared_criterion:
+            return self.scores  # transformers' own do not look
+        if self._scores is None:
+            return None
         return tuple(scores[indices] for scores in self._scores[: age + 1])
 
     def _ids(self, indices: list[int], age: int) -> torch.Tensor:

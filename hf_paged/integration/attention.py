@@ -13,7 +13,7 @@ from hf_paged.cache.step import CURRENT_STEP
 from hf_paged.errors import UnsupportedModelError
 from hf_paged.integration.masks import is_marker, paged_mask, window_of_marker
 
-__all__ = ["PAGED_ATTENTION", "paged_attention", "register"]
+__all__ = ["PAGED_ATTENTION", "paged_attention", "register", "wants_weights"]
 
 PAGED_ATTENTION = "hf_paged"
 """The name that a config answers with while a paged forward runs."""
@@ -108,3 +108,11 @@ def _describe(mask: object) -> str:
     if isinstance(mask, torch.Tensor):
         return f"a tensor of shape {tuple(mask.shape)}"
     return "None" if mask is None else f"a {type(mask).__name__}"
+
+
+def wants_weights(base: Any, arguments: dict[str, Any]) -> bool:
+    """Whether the caller wants attention weights and the user's implementation has them."""
+    wanted = arguments.get("output_attentions")
+    if wanted is None:
+        wanted = getattr(base.config, "output_attentions", False)
+    return bool(wanted) and base.config._attn_implementation_internal != "sdpa"

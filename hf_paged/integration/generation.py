@@ -149,14 +149,12 @@ class PagedGeneration:
             engine.add(request)
             engine.run(request)
             if generation_config.return_dict_in_generate or request.must_fill_cache:
-                sequences = engine.hand_over(request.rows) if request.keeps_finished else None
-                if sequences is None:
+                real = _real_columns(input_ids, model_kwargs, request.num_ages - 1)
+                if not (request.keeps_finished and engine.hand_over(request.rows, cache, real)):
                     cache.abandon(
                         "rows left the pool before generate() ended, since it was too small for "
                         "all of them; patch with a larger one, or pass fewer rows."
                     )
-                else:
-                    cache.take_over(sequences, _real_columns(input_ids, request, model_kwargs))
         if not generation_config.return_dict_in_generate:
             return request.sequences
         return _output(request, cache)
@@ -234,11 +232,8 @@ def _prefill_packed(
     rows = [Row(ids, first) for ids, first in zip(*prompts, strict=True)]
     with Engine(runtime, input_ids.device) as engine:
         logits = engine.prefill(rows)
-        sequences = engine.hand_over(rows)
-        assert sequences is not None
-        mask = model_kwargs.get("attention_mask")
-        real = torch.ones_like(input_ids) if mask is None else mask
-        cache.take_over(sequences, real.to("cpu", torch.bool))
+        is_whole = engine.hand_over(rows, cache, _real_columns(input_ids, model_kwargs, 0))
+        assert is_whole
     return CausalLMOutputWithPast(
         logits=logits[:, None],
         **{model._hf_paged_cache_name: cache},
@@ -246,14 +241,18 @@ def _prefill_packed(
 
 
 def _real_columns(
-    input_ids: torch.Tensor, request: Request, model_kwargs: dict[str, Any]
+    input_ids: torch.Tensor, model_kwargs: dict[str, Any], num_fed: int
 ) -> torch.Tensor:
-    """Return which columns of the rectangle that a returned cache stands for are real, [B, C]."""
+    """Return which columns of a rectangle are real, [B, P + num_fed] bool on the CPU.
+
+    Args:
+        input_ids: [B, P], the prompts.
+        model_kwargs: may have the prompts' mask.
+        num_fed: generated tokens that were fed again; the last one never is.
+    """
     mask = model_kwargs.get("attention_mask")
     real = torch.ones_like(input_ids) if mask is None else mask
-    return torch.nn.functional.pad(
-        real.to("cpu", torch.bool), (0, request.num_ages - 1), value=True
-    )
+    return torch.nn.functional.pad(real.to("cpu", torch.bool), (0, num_fed), value=True)
 
 
 def _output(request: Request, cache: PagedCache) -> Any:

@@ -23,12 +23,22 @@ from hf_paged.core.allocation import NewTokens
 from hf_paged.core.interrupts import interruptible, uninterrupted
 from hf_paged.errors import KVCacheFullError
 from hf_paged.generation.compiled import CompiledForward
+from hf_paged.integration.attention import wants_weights
 from hf_paged.integration.fingerprint import has_dynamic_rope, has_user_hooks
 from hf_paged.integration.model_spec import ModelSeams, spec_of
 
 __all__ = ["PackedModel"]
 
 logger = logging.getLogger("hf_paged")
+
+_UNKNOWN = object()
+_METHODS = (
+    "prepare_inputs_for_generation",
+    "_update_model_kwargs_for_generation",
+    "_prefill",
+    "_sample",
+)
+"""What transformers calls in a loop that the packed one stands for."""
 
 _PROBE_LENGTHS = (5, 2, 4)
 _PROBE_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
@@ -49,8 +59,9 @@ class PackedModel:
         self._base_ref = weakref.ref(seams.base)
         self._cache_name = seams.cache_name
         self._runtime = runtime
-        self._obstacle_found: list[str | None] = []
+        self._obstacle: object = _UNKNOWN
         self._compiled: CompiledForward | None = None
+        self._may_compile = True
         if runtime.config.compile:
             self._compiled = CompiledForward(
                 seams.model, seams.base, self._forward_eager, runtime, runtime.config.compile
@@ -58,6 +69,7 @@ class PackedModel:
 
     def begin_call(self) -> None:
         """Look whether what was compiled still holds; packed forwards may follow."""
+        self._may_compile = not has_user_hooks(self._model)
         if self._compiled is not None:
             is_frozen = self._runtime.config.compile == "freeze"
             self._compiled.check(self._runtime.computation.fingerprint() if is_frozen else None)
@@ -80,8 +92,9 @@ class PackedModel:
         Returns:
             [m, V].
         """
-        run = self._forward_eager if self._compiled is None else self._compiled
-        return run(batch, input_ids, position_ids, index)
+        if self._compiled is None or not self._may_compile:
+            return self._forward_eager(batch, input_ids, position_ids, index)
+        return self._compiled(batch, input_ids, position_ids, index)
 
     def _forward_eager(
         self,
@@ -106,15 +119,26 @@ class PackedModel:
     def obstacle(self) -> str | None:
         """Return why this model's rows stay in rectangles now, or None if they need not."""
         base, config = self._base, self._runtime.config
+        if wants_weights(base, {}):
+            return "its config asks for attention weights"
+        replaced = _replaced_method(self._model)
+        if replaced is not None:
+            return replaced
         if any(module.training for module in base.modules()):
             return "the model is in training mode"
         if not config.packed_hooks and has_user_hooks(self._model):
             return "the model carries hooks, which must see rows as they always did"
         if has_dynamic_rope(base.config):
             return "its RoPE depends on the longest row of the forward"
-        if not self._obstacle_found:
-            self._obstacle_found.append(self._find_obstacle())
-        return self._obstacle_found[0]
+        if self._obstacle is _UNKNOWN:
+            try:
+                self._obstacle = self._find_obstacle()
+            except (KVCacheFullError, torch.OutOfMemoryError) as error:
+                # It may be otherwise next time.
+                logger.info("no room to compare tokens packed and alone: %s", error)
+                return "there was no room to compare tokens packed and alone"
+        obstacle: Any = self._obstacle
+        return None if obstacle is None else str(obstacle)
 
     def compare(self) -> str | None:
         """Return how a few tokens differ packed from the same alone, or None if they do not."""
@@ -125,23 +149,14 @@ class PackedModel:
             torch.randint(vocab_size, (length,), generator=generator).tolist()
             for length in _PROBE_LENGTHS
         ]
-        with torch.no_grad():
-            alone = torch.stack(
-                [
-                    self._model(
-                        input_ids=torch.tensor([prompt], device=device), use_cache=False
-                    ).logits[0, -1]
-                    for prompt in prompts
-                ]
-            )
-            try:
+        try:
+            with torch.no_grad():
+                alone = torch.stack([self._last_logits(prompt, device) for prompt in prompts])
                 packed = self._run_packed(prompts, device)
-            except KVCacheFullError as error:
-                return (
-                    f"the pool is too small to compare packed tokens with the same alone: {error}"
-                )
-            except Exception as error:
-                return f"a packed forward raises {type(error).__name__}: {error}"
+        except (KVCacheFullError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            return f"comparing raises {type(error).__name__}: {error}"
         tolerance = _PROBE_TOLERANCE.get(alone.dtype, _PROBE_TOLERANCE_OF_HALF)
         distance = float((packed - alone).float().norm() / alone.float().norm())
         if distance <= tolerance:
@@ -175,6 +190,11 @@ class PackedModel:
             "equal, its live tokens will be packed" if obstacle is None else obstacle,
         )
         return obstacle
+
+    def _last_logits(self, prompt: list[int], device: torch.device) -> torch.Tensor:
+        ids = torch.tensor([prompt], device=device)
+        logits: torch.Tensor = self._model(input_ids=ids, use_cache=False).logits
+        return logits[0, -1]
 
     @property
     def _parameters(self) -> frozenset[str]:
@@ -218,3 +238,19 @@ class PackedModel:
                     runtime.manager.num_computed_tokens -= sum(s.num_tokens for s in sequences)
                     for sequence in sequences:
                         runtime.manager.free(sequence)
+
+
+def _replaced_method(model: Any) -> str | None:
+    """Return how the loop of ``generate()`` was changed by the user or by PEFT, or None."""
+    for name in _METHODS:
+        own = vars(model).get(name)
+        if own is not None and getattr(own, "__func__", own) is not getattr(type(model), name):
+            return f"{name} of this object was replaced"
+        owner = next(
+            cls
+            for cls in type(model).__mro__
+            if name in vars(cls) and not cls.__module__.startswith("hf_paged.")
+        )
+        if not owner.__module__.startswith("transformers."):
+            return f"{owner.__name__} has its own {name}"
+    return None

@@ -35,8 +35,10 @@ def why_not_packed(
         model_kwargs: what its forwards would get.
         synced_gpus: as transformers passes it.
     """
-    if not isinstance(cache, PagedCache) or cache.is_initialized:
-        return "its cache holds rows already" if isinstance(cache, PagedCache) else "no paged cache"
+    if not isinstance(cache, PagedCache):
+        return "it has no paged cache"
+    if cache.is_initialized or cache.records_past:
+        return "its cache holds rows already, or is to keep what falls behind a window"
     if config.is_assistant:
         return "it drafts tokens for another model"
     if synced_gpus:
@@ -80,8 +82,8 @@ def find_prompts(
         num_padding = (num_columns - real.sum(1)).tolist()
     first_positions = [0] * num_rows
     if position_ids is not None:
-        if position_ids.ndim != 2:
-            return "its positions have more dimensions than tokens have"
+        if position_ids.shape not in ((num_rows, num_columns), (1, num_columns)):
+            return "its positions have another shape than its tokens"
         positions = position_ids.expand(num_rows, num_columns).tolist()
         for row, (start, given) in enumerate(zip(num_padding, positions, strict=True)):
             first = given[start]

@@ -294,7 +294,7 @@ def _run_paged(
 ) -> Any:
     """Run a forward as one transaction on ``cache``."""
     inputs, has_plain_mask = _step_inputs(arguments)
-    is_paged = has_plain_mask and not base.training and not _wants_weights(base, arguments)
+    is_paged = has_plain_mask and not base.training and not attention.wants_weights(base, arguments)
     with uninterrupted():
         step = cache.begin_forward(inputs, base.config.num_hidden_layers, is_paged=is_paged)
         is_complete = False
@@ -332,11 +332,3 @@ def _step_inputs(arguments: dict[str, Any]) -> tuple[StepInputs, bool]:
         position_ids=positions,
     )
     return inputs, is_plain
-
-
-def _wants_weights(base: Any, arguments: dict[str, Any]) -> bool:
-    """Whether the caller wants attention weights and the user's implementation has them."""
-    wanted = arguments.get("output_attentions")
-    if wanted is None:
-        wanted = getattr(base.config, "output_attentions", False)
-    return bool(wanted) and base.config._attn_implementation_internal != "sdpa"

@@ -11,19 +11,32 @@ import pytest
 import torch
 
 import hf_paged
-from reference import patched
+from reference import patched, sequences
 from tiny_models import build, ragged_batch
 
 NUM_INTERRUPTS = 60
 
 
+WAYS: dict[str, tuple[dict[str, Any], int]] = {
+    "beams": (dict(num_beams=2), 400),
+    "packed": (dict(), 400),
+    "returned cache": (dict(return_dict_in_generate=True), 400),
+    "rows that wait": (dict(num_return_sequences=2, do_sample=True), 20),
+}
+"""Arguments of generate(), and the blocks of the pool."""
+
+
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_interrupts_at_random_times(family: str) -> None:
+def test_interrupts_at_random_times(family: str, way: str) -> None:
     """A time limit by SIGALRM is a Ctrl-C that comes when it likes."""
     model, batch = build(family), ragged_batch((5, 11, 3))
-    options: dict[str, Any] = dict(max_new_tokens=6, num_beams=2)
-
+    options, num_blocks = WAYS[way]
     is_running = False
+
+    def run() -> torch.Tensor:
+        torch.manual_seed(3)
+        return sequences(model.generate(**batch.inputs, max_new_tokens=6, **options))
 
     def interrupt(number: int, frame: object) -> None:
         if is_running:
@@ -33,16 +46,16 @@ def test_interrupts_at_random_times(family: str) -> None:
     random_times = random.Random(1)
     num_interrupted = 0
     try:
-        with patched(model):
-            expected = model.generate(**batch.inputs, **options)
+        with patched(model, num_blocks=num_blocks):
+            expected = run()
             start = time.perf_counter()
-            model.generate(**batch.inputs, **options)
+            run()
             duration = time.perf_counter() - start
             for _ in range(4 * NUM_INTERRUPTS):
                 try:
                     is_running = True
                     signal.setitimer(signal.ITIMER_REAL, random_times.random() * duration + 1e-4)
-                    model.generate(**batch.inputs, **options)
+                    run()
                     is_running = False
                 except KeyboardInterrupt:
                     num_interrupted += 1
@@ -52,7 +65,7 @@ def test_interrupts_at_random_times(family: str) -> None:
                 if num_interrupted == NUM_INTERRUPTS:
                     break
             # debug mode checks every invariant in each step of this one
-            assert torch.equal(model.generate(**batch.inputs, **options), expected)
+            assert torch.equal(run(), expected)
     finally:
         signal.signal(signal.SIGALRM, before)
     assert num_interrupted > NUM_INTERRUPTS / 2
