@@ -13,6 +13,8 @@ from hf_paged.errors import KVCacheFullError
 from reference import CACHE_NAME, cache_of, patched, seeded, sequences
 from tiny_models import Batch, build, ragged_batch
 
+pytestmark = pytest.mark.core_suite
+
 RAGGED = (9, 3, 14, 1, 6)
 NEW = 10
 EARLY_EOS = list(range(10, 40))

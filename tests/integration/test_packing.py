@@ -27,6 +27,8 @@ SMALL: dict[str, Any] = dict(
     eos_token_id=2,
 )
 
+pytestmark = pytest.mark.core_suite
+
 
 class Neighbours(torch.nn.Module):
     """An MLP in which each token also sees the one before it, whoever's it is."""
