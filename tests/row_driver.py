@@ -15,7 +15,8 @@ from hf_paged.core.block_table import NO_BLOCK
 from hf_paged.core.cache_manager import KVCacheManager
 from hf_paged.core.layer_group import group_layers
 from hf_paged.core.row import Row
-from hf_paged.core.row_scheduler import RowBatch, RowScheduler
+from hf_paged.core.row_batch import RowBatch
+from hf_paged.core.row_scheduler import RowScheduler
 from hf_paged.core.sequence import Sequence as KVSequence
 
 Identity = tuple[int, int, tuple[int, ...]]

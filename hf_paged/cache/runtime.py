@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
-import tempfile
 from collections import deque
 from collections.abc import Hashable
 from contextvars import ContextVar
@@ -15,12 +13,11 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 import torch
 
 from hf_paged.backends.registry import create_backend
-from hf_paged.cache.block_file import BlockFile
 from hf_paged.cache.layout import KVLayout
-from hf_paged.cache.memory import num_free_bytes, num_total_bytes
+from hf_paged.cache.sizing import choose_block_size, choose_num_blocks, make_block_file
 from hf_paged.cache.stats import KVCacheStats
 from hf_paged.cache.storage import KVStorage
-from hf_paged.config import PagedConfig, parse_kv_memory
+from hf_paged.config import PagedConfig
 from hf_paged.core.cache_manager import KVCacheManager
 from hf_paged.core.interrupts import interruptible, whole
 from hf_paged.core.row_scheduler import RowScheduler
@@ -44,7 +41,6 @@ __all__ = [
 
 logger = logging.getLogger("hf_paged")
 
-_DEFAULT_BLOCK_SIZE = 16
 _DEFAULT_BATCH_TOKENS = 2048
 
 _runtimes: WeakKeyDictionary[torch.nn.Module, PagedRuntime] = WeakKeyDictionary()
@@ -121,9 +117,9 @@ class PagedRuntime:
         self.backend = create_backend(
             config.backend, device, batch_invariant=config.batch_invariant
         )
-        self.block_size = _choose_block_size(config, self.backend.block_size_multiple)
+        self.block_size = choose_block_size(config, self.backend.block_size_multiple)
         self.bytes_per_block = layout.bytes_per_block(self.block_size)
-        self.num_blocks = _choose_num_blocks(config, self.bytes_per_block, device)
+        self.num_blocks = choose_num_blocks(config, self.bytes_per_block, device)
         self.storage = KVStorage(self.backend, layout, self.num_blocks, self.block_size)
         self.manager = KVCacheManager(
             self.num_blocks,
@@ -140,7 +136,7 @@ class PagedRuntime:
         self.max_batch_tokens = config.max_batch_tokens or _DEFAULT_BATCH_TOKENS
         self.row_schedulers: WeakSet[RowScheduler] = WeakSet()
         self.packed_model: PackedForward | None = None
-        self.block_file = _make_block_file(config, self.storage, self.bytes_per_block, device)
+        self.block_file = make_block_file(config, self.storage, self.bytes_per_block, device)
         self.num_preemptions = 0
         self.num_avoided_tokens = 0
         self.is_active = True
@@ -308,24 +304,6 @@ class PagedRuntime:
             self.storage.clear()
 
 
-def _make_block_file(
-    config: PagedConfig, storage: KVStorage, bytes_per_block: int, device: torch.device
-) -> BlockFile | None:
-    if config.swap_memory is None:
-        return None
-    free = shutil.disk_usage(tempfile.gettempdir()).free
-    if device.type != "cpu":
-        free = num_free_bytes(torch.device("cpu"))
-    num_bytes = parse_kv_memory(config.swap_memory, num_free_bytes=free)
-    if not bytes_per_block <= num_bytes <= free:
-        raise ConfigurationError(
-            f"swap_memory={config.swap_memory!r} is {num_bytes} bytes: expected at least "
-            f"{bytes_per_block}, one block, and at most {free}, which are free "
-            f"{'in ' + tempfile.gettempdir() if device.type == 'cpu' else 'on the host'}."
-        )
-    return BlockFile(storage, num_bytes // bytes_per_block)
-
-
 def register_runtime(model: torch.nn.Module, runtime: PagedRuntime | None) -> None:
     """Make ``runtime`` the one of ``model``, or forget it (None)."""
     if runtime is None:
@@ -361,39 +339,3 @@ def runtime_of(model: torch.nn.Module) -> PagedRuntime:
             f"returned, got {type(model).__name__}; call hf_paged.patch(model) first."
         )
     return runtime
-
-
-def _choose_block_size(config: PagedConfig, multiple: int) -> int:
-    if config.block_size == "auto":
-        return -(-_DEFAULT_BLOCK_SIZE // multiple) * multiple
-    block_size = int(config.block_size)
-    if block_size % multiple:
-        raise ConfigurationError(
-            f"block_size={block_size} does not suit backend {config.backend!r}: expected a "
-            f"multiple of {multiple}; pass block_size='auto' or {multiple}."
-        )
-    return block_size
-
-
-def _choose_num_blocks(config: PagedConfig, bytes_per_block: int, device: torch.device) -> int:
-    if config.num_blocks is not None:
-        num_blocks, asked = config.num_blocks, f"num_blocks={config.num_blocks}"
-    else:
-        free = num_free_bytes(device)
-        kv_memory = 0.5 if config.kv_memory is None else config.kv_memory
-        num_bytes = parse_kv_memory(kv_memory, num_free_bytes=free)
-        num_blocks = num_bytes // bytes_per_block - 1  # the null block is inside the limit
-        asked = f"kv_memory={config.kv_memory!r}"
-        if num_blocks < 1:
-            raise ConfigurationError(
-                f"{asked} holds no block: expected at least {2 * bytes_per_block} bytes (one "
-                f"block and the null block), {free} bytes are free; raise kv_memory or lower "
-                "block_size."
-            )
-    total = num_total_bytes(device)
-    if num_blocks * bytes_per_block > total:
-        raise ConfigurationError(
-            f"{asked} is more than {device} has: {num_blocks * bytes_per_block} bytes asked, "
-            f"{total} there; pass less, e.g. kv_memory=0.5 for half of what is free."
-        )
-    return num_blocks

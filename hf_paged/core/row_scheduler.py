@@ -15,39 +15,20 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass
 
 from hf_paged.core.allocation import Allocation, NewTokens
 from hf_paged.core.cache_manager import KVCacheManager
 from hf_paged.core.row import Row
+from hf_paged.core.row_batch import RowBatch
 from hf_paged.core.row_swap import RowSwap
 from hf_paged.core.sequence import Sequence
 from hf_paged.errors import KVCacheFullError
 
-__all__ = ["RowBatch", "RowScheduler"]
+__all__ = ["RowScheduler"]
 
 _GROWTH_TOKENS = 64
 """A row enters only if it and every active row could grow by so much: or one would soon give way
 to another, and what it computed would be computed again."""
-
-
-@dataclass
-class RowBatch:
-    """The rows of one forward, in the order of their tokens.
-
-    Attributes:
-        rows: at least one.
-        allocation: blocks reserved for the forward; to be committed or rolled back.
-        token_ids: of all rows, end to end.
-        positions: likewise.
-        complete: indices of the rows that have no missing token after the forward.
-    """
-
-    rows: list[Row]
-    allocation: Allocation
-    token_ids: list[int]
-    positions: list[int]
-    complete: list[int]
 
 
 class RowScheduler:
@@ -182,7 +163,7 @@ class RowScheduler:
                 elif self.is_rigid or not self._preempt_youngest():
                     raise
             else:
-                return _batch(chosen, allocation)
+                return RowBatch.of(chosen, allocation)
 
     def fork_twins(self, row: Row) -> list[Row]:
         """Let rows that wait with the very tokens of ``row``, all computed now, enter as forks.
@@ -387,18 +368,6 @@ class RowScheduler:
             self._sequences.remove(row.sequence)
             self._manager.free(row.sequence)
             row.sequence = None
-
-
-def _batch(chosen: list[tuple[Row, NewTokens]], allocation: Allocation) -> RowBatch:
-    batch = RowBatch([row for row, _ in chosen], allocation, [], [], [])
-    for index, (row, tokens) in enumerate(chosen):
-        assert tokens.token_ids is not None and tokens.first_position is not None
-        batch.token_ids += tokens.token_ids
-        first = tokens.first_position
-        batch.positions += range(first, first + tokens.num_tokens)
-        if row.num_missing == tokens.num_tokens:
-            batch.complete.append(index)
-    return batch
 
 
 def _growth(row: Row) -> int:

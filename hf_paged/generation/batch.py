@@ -21,7 +21,7 @@ from hf_paged.cache.runtime import PagedRuntime, runtime_of
 from hf_paged.core.interrupts import uninterrupted
 from hf_paged.core.scheduler import Call
 from hf_paged.errors import ConfigurationError, KVCacheFullError
-from hf_paged.generation.engine import Engine
+from hf_paged.generation.batch_engine import BatchEngine
 from hf_paged.generation.preparation import Preparation, RequestOutput
 from hf_paged.generation.request import Request
 
@@ -163,7 +163,7 @@ def _generate(
             runtime.scheduler.finish(call)
 
 
-def _has_room(engine: Engine, running: dict[Request, Any]) -> bool:
+def _has_room(engine: BatchEngine, running: dict[Request, Any]) -> bool:
     num_rows = sum(len(request.rows) for request in running)
     return engine.num_waiting < _MAX_WAITING and num_rows < _MAX_ROWS
 
@@ -181,9 +181,9 @@ def _set(variable: ContextVar[Any], value: object) -> Iterator[None]:
 @contextmanager
 def _opened(
     runtime: PagedRuntime, call: Call, scope: Hashable, device: torch.device
-) -> Iterator[Engine]:
+) -> Iterator[BatchEngine]:
     with _set(runtime.current_call, call), _set(runtime.scope, scope):
-        engine = Engine(runtime, device)
+        engine = BatchEngine(runtime, device)
     with engine:
         yield engine
 
@@ -210,7 +210,7 @@ class _Progress:
         self._bar.update()
         return output
 
-    def show(self, engine: Engine) -> None:
+    def show(self, engine: BatchEngine) -> None:
         """Write the figures behind the bar."""
         if self._bar.disable:
             return

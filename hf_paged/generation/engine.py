@@ -16,14 +16,10 @@ from hf_paged.cache.paged_cache import PagedCache
 from hf_paged.cache.runtime import PagedRuntime
 from hf_paged.cache.step import reserve
 from hf_paged.core.allocation import Allocation, NewTokens
-from hf_paged.core.interrupts import (
-    interruptible,
-    is_from_signal_handler,
-    uninterrupted,
-    whole,
-)
+from hf_paged.core.interrupts import interruptible, uninterrupted, whole
 from hf_paged.core.row import Row
-from hf_paged.core.row_scheduler import RowBatch, RowScheduler
+from hf_paged.core.row_batch import RowBatch
+from hf_paged.core.row_scheduler import RowScheduler
 from hf_paged.core.row_swap import RowSwap
 from hf_paged.errors import KVCacheFullError
 from hf_paged.generation.request import Request
@@ -62,7 +58,6 @@ class Engine:
         self._requests: list[Request] = []
         self._culprit: object | None = None
         self._ready: list[tuple[list[Row], torch.Tensor]] = []
-        self._suspects: dict[Row, int] = {}
 
     @whole
     def __enter__(self) -> Engine:
@@ -158,35 +153,6 @@ class Engine:
             return  # rows that enter together decode together
         self._advance()
 
-    def step_isolated(self) -> list[tuple[Request, Exception | None]]:
-        """Run one step; what goes wrong in a request ends that request alone.
-
-        Rows do not wait for others to have the same age.
-
-        Returns:
-            The requests that have ended, which are dropped, and what ended them if it was an error.
-        """
-        errors: dict[Request, Exception] = {}
-        try:
-            self._compute()
-        except Exception as error:
-            if is_from_signal_handler(error):
-                raise
-            self._find_guilty(error, errors)
-        self._advance(errors)
-        ended: list[tuple[Request, Exception | None]] = []
-        for request in tuple(self._requests):
-            if request in errors or request.is_finished:
-                self.drop(request)
-                ended.append((request, errors.get(request)))
-        self._clear_suspects()
-        return ended
-
-    @property
-    def num_running_tokens(self) -> int:
-        """Tokens generated so far for requests that have not ended."""
-        return sum(row.num_generated for request in self._requests for row in request.rows)
-
     @whole
     def hand_over(self, rows: list[Row], cache: PagedCache, real: torch.Tensor) -> bool:
         """Let ``cache`` hold what ``rows`` have computed; False if some of them have left.
@@ -279,38 +245,6 @@ class Engine:
                 errors[request] = error
             if not request.keeps_finished:
                 self._let_ended_go(request, request.rows if request.is_finished else of_group)
-
-    @whole
-    def _find_guilty(self, error: Exception, errors: dict[Request, Exception]) -> None:
-        """Blame the row for which a forward raised, if it can be told; if not, find out.
-
-        Rows that were in such a forward come back one by one. Each joins those that have shown
-        their innocence by a forward without an error.
-        """
-        with self._runtime.lock:
-            active = self._scheduler.active
-            suspects = active if len(active) == 1 else [r for r in active if r in self._suspects]
-            if isinstance(error, KVCacheFullError):
-                errors[self._scheduler.oldest.payload.request] = error
-            elif len(suspects) == 1:
-                errors[suspects[0].payload.request] = error
-            else:
-                self._suspects = {row: row.num_generated for row in active}
-                self._scheduler.max_active = 1
-                # Of all: a forward that raised after its commit has taken logits along.
-                self._scheduler.send_back_all()
-                self._ready = []
-
-    def _clear_suspects(self) -> None:
-        """Clear rows that have a token more than when they came under suspicion."""
-        if not self._suspects:
-            return
-        self._suspects = {
-            row: num_generated
-            for row, num_generated in self._suspects.items()
-            if row in self._scheduler and row.num_generated == num_generated
-        }
-        self._scheduler.max_active = self._scheduler.num_active + 1 if self._suspects else None
 
     def _take_ready(self) -> tuple[list[Row], torch.Tensor]:
         """Return the rows that wait for their next token, and their logits."""

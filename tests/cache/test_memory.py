@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from hf_paged.backends.torch_gather import TorchGatherBackend
-from hf_paged.cache import memory
-from hf_paged.cache import runtime as runtime_module
+from hf_paged.cache import memory, sizing
 from hf_paged.cache.layout import KVLayout
 from hf_paged.cache.memory import num_free_bytes, num_total_bytes
 from hf_paged.cache.runtime import PagedRuntime
@@ -178,8 +177,8 @@ def make_runtime(**arguments: Any) -> PagedRuntime:
 def test_blocks_of_a_limit(
     arguments: dict[str, Any], num_blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runtime_module, "num_free_bytes", lambda device: 8 * GIB)
-    monkeypatch.setattr(runtime_module, "num_total_bytes", lambda device: 16 * GIB)
+    monkeypatch.setattr(sizing, "num_free_bytes", lambda device: 8 * GIB)
+    monkeypatch.setattr(sizing, "num_total_bytes", lambda device: 16 * GIB)
     runtime = make_runtime(**arguments)
     stats = runtime.stats()
     assert runtime.num_blocks == stats.num_blocks == stats.free_blocks == num_blocks

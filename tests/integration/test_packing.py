@@ -14,6 +14,8 @@ from hf_paged.errors import ConfigurationError
 from reference import patched
 from tiny_models import Batch, build, from_config, ragged_batch
 
+pytestmark = pytest.mark.core_suite
+
 NEW = 5
 SMALL: dict[str, Any] = dict(
     vocab_size=128,
@@ -26,8 +28,6 @@ SMALL: dict[str, Any] = dict(
     bos_token_id=1,
     eos_token_id=2,
 )
-
-pytestmark = pytest.mark.core_suite
 
 
 class Neighbours(torch.nn.Module):

@@ -1,0 +1,102 @@
+"""How large things are made: blocks, the pool, the file for rows that give way."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+
+import torch
+
+from hf_paged.cache.block_file import BlockFile
+from hf_paged.cache.memory import num_free_bytes, num_total_bytes
+from hf_paged.cache.storage import KVStorage
+from hf_paged.config import PagedConfig, parse_kv_memory
+from hf_paged.errors import ConfigurationError
+
+__all__ = ["choose_block_size", "choose_num_blocks", "make_block_file"]
+
+_DEFAULT_BLOCK_SIZE = 16
+
+
+def choose_block_size(config: PagedConfig, multiple: int) -> int:
+    """Return tokens a block.
+
+    Args:
+        config: what the user asked for.
+        multiple: of what the backend needs.
+
+    Raises:
+        ConfigurationError: the backend cannot take what was asked.
+    """
+    if config.block_size == "auto":
+        return -(-_DEFAULT_BLOCK_SIZE // multiple) * multiple
+    block_size = int(config.block_size)
+    if block_size % multiple:
+        raise ConfigurationError(
+            f"block_size={block_size} does not suit backend {config.backend!r}: expected a "
+            f"multiple of {multiple}; pass block_size='auto' or {multiple}."
+        )
+    return block_size
+
+
+def choose_num_blocks(config: PagedConfig, bytes_per_block: int, device: torch.device) -> int:
+    """Return the usable blocks of the pool.
+
+    Args:
+        config: what the user asked for.
+        bytes_per_block: K and V of one block.
+        device: where the pool will lie.
+
+    Raises:
+        ConfigurationError: no block fits, or more is asked than there is.
+    """
+    if config.num_blocks is not None:
+        num_blocks, asked = config.num_blocks, f"num_blocks={config.num_blocks}"
+    else:
+        free = num_free_bytes(device)
+        kv_memory = 0.5 if config.kv_memory is None else config.kv_memory
+        num_bytes = parse_kv_memory(kv_memory, num_free_bytes=free)
+        num_blocks = num_bytes // bytes_per_block - 1  # the null block is inside the limit
+        asked = f"kv_memory={config.kv_memory!r}"
+        if num_blocks < 1:
+            raise ConfigurationError(
+                f"{asked} holds no block: expected at least {2 * bytes_per_block} bytes (one "
+                f"block and the null block), {free} bytes are free; raise kv_memory or lower "
+                "block_size."
+            )
+    total = num_total_bytes(device)
+    if num_blocks * bytes_per_block > total:
+        raise ConfigurationError(
+            f"{asked} is more than {device} has: {num_blocks * bytes_per_block} bytes asked, "
+            f"{total} there; pass less, e.g. kv_memory=0.5 for half of what is free."
+        )
+    return num_blocks
+
+
+def make_block_file(
+    config: PagedConfig, storage: KVStorage, bytes_per_block: int, device: torch.device
+) -> BlockFile | None:
+    """Return room for blocks of rows that give way, if the user grants some.
+
+    Args:
+        config: what the user asked for.
+        storage: of the pool.
+        bytes_per_block: K and V of one block.
+        device: where the pool lies.
+
+    Raises:
+        ConfigurationError: no block fits, or more is asked than is free.
+    """
+    if config.swap_memory is None:
+        return None
+    free = shutil.disk_usage(tempfile.gettempdir()).free
+    if device.type != "cpu":
+        free = num_free_bytes(torch.device("cpu"))
+    num_bytes = parse_kv_memory(config.swap_memory, num_free_bytes=free)
+    if not bytes_per_block <= num_bytes <= free:
+        raise ConfigurationError(
+            f"swap_memory={config.swap_memory!r} is {num_bytes} bytes: expected at least "
+            f"{bytes_per_block}, one block, and at most {free}, which are free "
+            f"{'in ' + tempfile.gettempdir() if device.type == 'cpu' else 'on the host'}."
+        )
+    return BlockFile(storage, num_bytes // bytes_per_block)
