@@ -186,6 +186,7 @@ class Engine:
                     raise
                 raise _blame(error, self._culprit) from error
             if batch is None:
+                assert self._ready, "no row computes and none is ready: this would never end"
                 return
             self._runtime.count_step()
             packed = PackedBatch(self._runtime, batch.allocation)

@@ -145,7 +145,7 @@ class PagedGeneration:
             return input_ids
         request = Request(arguments)
         runtime = cache.runtime
-        with Engine(runtime, input_ids.device) as engine:
+        with Engine(runtime, _device_of_inputs(self, input_ids)) as engine:
             engine.add(request)
             engine.run(request)
             if generation_config.return_dict_in_generate or request.must_fill_cache:
@@ -230,14 +230,20 @@ def _prefill_packed(
     cache = model_kwargs[model._hf_paged_cache_name]
     runtime = cache.runtime
     rows = [Row(ids, first) for ids, first in zip(*prompts, strict=True)]
-    with Engine(runtime, input_ids.device) as engine:
-        logits = engine.prefill(rows)
+    with Engine(runtime, _device_of_inputs(model, input_ids)) as engine:
+        logits = engine.prefill(rows).to(input_ids.device)
         is_whole = engine.hand_over(rows, cache, _real_columns(input_ids, model_kwargs, 0))
         assert is_whole
     return CausalLMOutputWithPast(
         logits=logits[:, None],
         **{model._hf_paged_cache_name: cache},
     )
+
+
+def _device_of_inputs(model: Any, input_ids: torch.Tensor) -> torch.device:
+    """Return where the forward takes ids: prompts may lie on a CPU beside a model on a GPU."""
+    device: torch.device = model.device
+    return input_ids.device if device.type == "meta" else device
 
 
 def _real_columns(
