@@ -18,7 +18,7 @@ import torch
 from tqdm import tqdm
 
 from hf_paged.cache.runtime import PagedRuntime, runtime_of
-from hf_paged.core.interrupts import uninterrupted
+from hf_paged.core.interrupts import interruptible, uninterrupted
 from hf_paged.core.scheduler import Call
 from hf_paged.errors import ConfigurationError, KVCacheFullError
 from hf_paged.generation.batch_engine import BatchEngine
@@ -149,7 +149,7 @@ def _generate(
                     running[request] = (item[0], prompt_ids)
                 if running:
                     call.thread_id = threading.get_ident()
-                    with _set(runtime.current_call, call), torch.no_grad():
+                    with _set(runtime.current_call, call), _no_gradients():
                         ended = engine.step_isolated()
                     bar.show(engine)
                     for request, failure in ended:
@@ -176,6 +176,19 @@ def _set(variable: ContextVar[Any], value: object) -> Iterator[None]:
         yield
     finally:
         variable.reset(token)
+
+
+@contextmanager
+def _no_gradients() -> Iterator[None]:
+    """Do what torch.no_grad does, whose own code an interrupt can tear."""
+    with uninterrupted():
+        is_grad_enabled = torch.is_grad_enabled()
+        torch.set_grad_enabled(False)
+        try:
+            with interruptible():
+                yield
+        finally:
+            torch.set_grad_enabled(is_grad_enabled)
 
 
 @contextmanager

@@ -62,6 +62,7 @@ class PagedGeneration:
             collected=COLLECTED.get(),
         )
         result: Any = None
+        is_grad_enabled = torch.is_grad_enabled()
         with uninterrupted():
             token = _current.set(generation)
             # A processor may call generate() again: that one is not for collecting.
@@ -72,6 +73,8 @@ class PagedGeneration:
             finally:
                 COLLECTED.reset(collecting)
                 _current.reset(token)
+                # An interrupt inside of no_grad's own code would leave gradients off for good.
+                torch.set_grad_enabled(is_grad_enabled)
                 returned = getattr(result, self._hf_paged_cache_name, None)  # type: ignore[attr-defined]
                 for cache in generation.caches:
                     if cache is not returned:

@@ -62,6 +62,7 @@ def test_interrupts_at_random_times(family: str, way: str) -> None:
                 finally:
                     signal.setitimer(signal.ITIMER_REAL, 0)
                 assert hf_paged.stats(model).used_blocks == 0
+                assert torch.is_grad_enabled()
                 if num_interrupted == NUM_INTERRUPTS:
                     break
             # debug mode checks every invariant in each step of this one
