@@ -12,8 +12,7 @@ from __future__ import annotations
 import signal
 import threading
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import wraps
 from types import FrameType
 from typing import Any, TypeVar, cast
@@ -62,7 +61,10 @@ class _Deferral:
             except BaseException as error:
                 raised = error
         if raised is not None:
-            raise raised
+            try:
+                raise raised
+            finally:
+                del raised  # or it and this frame would keep each other, and what callers hold
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._arrived[number] = frame
@@ -72,38 +74,63 @@ _current: _Deferral | None = None
 """Of the main thread, the only one that handlers run in."""
 
 
-@contextmanager
-def uninterrupted() -> Iterator[None]:
-    """Put Python signal handlers off until the end; nests."""
-    global _current
-    if _current is not None or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    deferral = _Deferral()
-    deferral.begin()
-    _current = deferral
-    try:
-        yield
-    finally:
-        _current = None
-        deferral.end()
+class uninterrupted:
+    """Put Python signal handlers off until the end; nests.
+
+    Not a generator: an interrupt in contextlib's own code would leave it open, and its end would
+    come whenever it is collected.
+    """
+
+    __slots__ = ("_deferral",)
+
+    def __enter__(self) -> None:
+        """Begin, unless an outer one has begun or this is no main thread."""
+        global _current
+        self._deferral: _Deferral | None = None
+        if _current is None and threading.current_thread() is threading.main_thread():
+            deferral = _Deferral()
+            deferral.begin()
+            self._deferral = _current = deferral
+
+    def __exit__(self, *exc_info: object) -> None:
+        """Run the handlers that waited."""
+        global _current
+        if self._deferral is not None:
+            _current = None
+            self._deferral.end()
 
 
-@contextmanager
-def interruptible() -> Iterator[None]:
-    """Let handlers run again inside :func:`uninterrupted`; those that waited run first."""
-    global _current
-    deferral = _current
-    if deferral is None or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    try:
-        _current = None
-        deferral.end()
-        yield
-    finally:
-        deferral.begin()
-        _current = deferral
+class interruptible:
+    """Let handlers run again inside :class:`uninterrupted`; those that waited run first."""
+
+    __slots__ = ("_deferral",)
+
+    def __enter__(self) -> None:
+        """Begin, if handlers are put off."""
+        global _current
+        self._deferral: _Deferral | None = None
+        if _current is not None and threading.current_thread() is threading.main_thread():
+            deferral = _current
+            _current = None
+            try:
+                deferral.end()
+            except BaseException:
+                deferral.begin()
+                _current = deferral
+                raise
+            self._deferral = deferral
+
+    def __exit__(self, *exc_info: object) -> None:
+        """Put handlers off again, even if one raises just now."""
+        global _current
+        if self._deferral is not None:
+            try:
+                self._deferral.begin()
+            except BaseException:
+                self._deferral.begin()
+                raise
+            finally:
+                _current = self._deferral
 
 
 def whole(function: F) -> F:

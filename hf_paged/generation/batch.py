@@ -149,8 +149,7 @@ def _generate(
                     running[request] = (item[0], prompt_ids)
                 if running:
                     call.thread_id = threading.get_ident()
-                    with _set(runtime.current_call, call), _no_gradients():
-                        ended = engine.step_isolated()
+                    ended = _step(runtime, call, engine)
                     bar.show(engine)
                     for request, failure in ended:
                         index, prompt_ids = running.pop(request)
@@ -178,17 +177,20 @@ def _set(variable: ContextVar[Any], value: object) -> Iterator[None]:
         variable.reset(token)
 
 
-@contextmanager
-def _no_gradients() -> Iterator[None]:
-    """Do what torch.no_grad does, whose own code an interrupt can tear."""
+def _step(
+    runtime: PagedRuntime, call: Call, engine: BatchEngine
+) -> list[tuple[Request, Exception | None]]:
+    """Run a step of ``call`` without gradients; an interrupt leaves both settings as they were."""
     with uninterrupted():
         is_grad_enabled = torch.is_grad_enabled()
+        token = runtime.current_call.set(call)
         torch.set_grad_enabled(False)
         try:
             with interruptible():
-                yield
+                return engine.step_isolated()
         finally:
             torch.set_grad_enabled(is_grad_enabled)
+            runtime.current_call.reset(token)
 
 
 @contextmanager

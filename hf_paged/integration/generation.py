@@ -62,6 +62,7 @@ class PagedGeneration:
             collected=COLLECTED.get(),
         )
         result: Any = None
+        is_complete = False  # an interrupt can come when there is a result, which then is lost
         is_grad_enabled = torch.is_grad_enabled()
         with uninterrupted():
             token = _current.set(generation)
@@ -70,12 +71,15 @@ class PagedGeneration:
             try:
                 with interruptible():
                     result = super().generate(*args, **kwargs)  # type: ignore[misc]
+                is_complete = True
             finally:
                 COLLECTED.reset(collecting)
                 _current.reset(token)
                 # An interrupt inside of no_grad's own code would leave gradients off for good.
                 torch.set_grad_enabled(is_grad_enabled)
-                returned = getattr(result, self._hf_paged_cache_name, None)  # type: ignore[attr-defined]
+                returned = None
+                if is_complete:
+                    returned = getattr(result, self._hf_paged_cache_name, None)  # type: ignore[attr-defined]
                 for cache in generation.caches:
                     if cache is not returned:
                         cache.release()
