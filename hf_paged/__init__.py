@@ -12,7 +12,7 @@ from hf_paged.cache.paged_cache import PagedCache
 from hf_paged.cache.pool_view import PoolView
 from hf_paged.cache.stats import KVCacheStats
 from hf_paged.generation.batch import generate_batch
-from hf_paged.generation.preparation import RequestOutput
+from hf_paged.generation.request_output import RequestOutput
 from hf_paged.generation.row_wise import row_wise
 from hf_paged.integration.patching import patch, unpatch
 from hf_paged.integration.pool import (

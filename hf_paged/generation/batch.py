@@ -22,8 +22,9 @@ from hf_paged.core.interrupts import interruptible, uninterrupted
 from hf_paged.core.scheduler import Call
 from hf_paged.errors import ConfigurationError, KVCacheFullError
 from hf_paged.generation.batch_engine import BatchEngine
-from hf_paged.generation.preparation import Preparation, RequestOutput
+from hf_paged.generation.preparation import Preparation
 from hf_paged.generation.request import Request
+from hf_paged.generation.request_output import RequestOutput
 
 __all__ = ["generate_batch"]
 
@@ -119,10 +120,9 @@ def _generate(
     try:
         with uninterrupted():  # a call that nobody ends would keep the pool for ever
             call = runtime.scheduler.admit(runtime.num_blocks)
-        with (
-            _Progress(runtime, total, is_shown=progress) as bar,
-            _opened(runtime, call, scope, preparation.device) as engine,
-        ):
+        with _set(runtime.current_call, call), _set(runtime.scope, scope):
+            engine = BatchEngine(runtime, preparation.device)
+        with engine, _Progress(runtime, total, is_shown=progress) as bar:
             is_exhausted = False
             held: tuple[int, Any] | None = None  # has to run alone, once the others have ended
             while running or held or not is_exhausted:
@@ -191,16 +191,6 @@ def _step(
         finally:
             torch.set_grad_enabled(is_grad_enabled)
             runtime.current_call.reset(token)
-
-
-@contextmanager
-def _opened(
-    runtime: PagedRuntime, call: Call, scope: Hashable, device: torch.device
-) -> Iterator[BatchEngine]:
-    with _set(runtime.current_call, call), _set(runtime.scope, scope):
-        engine = BatchEngine(runtime, device)
-    with engine:
-        yield engine
 
 
 class _Progress:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,40 +10,13 @@ from transformers import GenerationConfig
 
 from hf_paged.errors import ConfigurationError, KVCacheFullError
 from hf_paged.generation.request import Request, SampleArguments
+from hf_paged.generation.request_output import RequestOutput
 from hf_paged.generation.row_wise import first_not_row_wise
 
-__all__ = ["COLLECTED", "Preparation", "RequestOutput"]
+__all__ = ["COLLECTED", "Preparation"]
 
 COLLECTED: ContextVar[list[SampleArguments] | None] = ContextVar("collected", default=None)
 """Where ``generate()`` puts what it has prepared, instead of generating, while this is set."""
-
-
-@dataclass(frozen=True)
-class RequestOutput:
-    """What became of one prompt.
-
-    Attributes:
-        index: its number among the prompts.
-        prompt_ids: its tokens.
-        sequences: prompt and generated tokens of each return sequence, without padding.
-        texts: the generated part decoded, if a tokenizer was given.
-        finish_reasons: "stop" (an eos token or a stopping criterion) or "length", one a sequence.
-        num_cached_tokens: tokens of the prompt that need not be computed for its first sequence.
-        error: why there are no sequences, or None.
-    """
-
-    index: int
-    prompt_ids: list[int]
-    sequences: list[list[int]]
-    texts: list[str] | None
-    finish_reasons: list[str]
-    num_cached_tokens: int
-    error: Exception | None = None
-
-    @classmethod
-    def failed(cls, index: int, prompt_ids: list[int], error: Exception) -> RequestOutput:
-        """Return what becomes of a prompt that ends in an error."""
-        return cls(index, prompt_ids, [], None, [], 0, error)
 
 
 class Preparation:

@@ -61,8 +61,7 @@ class PagedGeneration:
             names_cache=named is not None,
             collected=COLLECTED.get(),
         )
-        result: Any = None
-        is_complete = False  # an interrupt can come when there is a result, which then is lost
+        returned: Any = None
         is_grad_enabled = torch.is_grad_enabled()
         with uninterrupted():
             token = _current.set(generation)
@@ -70,16 +69,14 @@ class PagedGeneration:
             collecting = COLLECTED.set(None)
             try:
                 with interruptible():
-                    result = super().generate(*args, **kwargs)  # type: ignore[misc]
-                is_complete = True
+                    result: Any = super().generate(*args, **kwargs)  # type: ignore[misc]
+                # Not before: an interrupt on the way out of there loses the result.
+                returned = getattr(result, self._hf_paged_cache_name, None)  # type: ignore[attr-defined]
             finally:
                 COLLECTED.reset(collecting)
                 _current.reset(token)
                 # An interrupt inside of no_grad's own code would leave gradients off for good.
                 torch.set_grad_enabled(is_grad_enabled)
-                returned = None
-                if is_complete:
-                    returned = getattr(result, self._hf_paged_cache_name, None)  # type: ignore[attr-defined]
                 for cache in generation.caches:
                     if cache is not returned:
                         cache.release()

@@ -69,8 +69,8 @@ class PackedModel:
 
     def begin_call(self) -> None:
         """Look whether what was compiled still holds; packed forwards may follow."""
-        self._may_compile = not has_user_hooks(self._model)
         if self._compiled is not None:
+            self._may_compile = not has_user_hooks(self._model)
             is_frozen = self._runtime.config.compile == "freeze"
             self._compiled.check(self._runtime.computation.fingerprint() if is_frozen else None)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from forwards import figures, make_manager, new, run, table
 from hf_paged.core.allocation import NewTokens
 from hf_paged.core.cache_manager import KVCacheManager
@@ -120,3 +122,18 @@ def test_behind_a_window_nothing_needs_to_come_back() -> None:
     manager.clear_cached()
     assert come_back(manager, swap, row) == 18
     assert len(shelf.loaded[0][0]) == 2
+
+
+@pytest.mark.parametrize("num_tokens", range(9, 24))
+def test_no_block_is_named_that_was_not_copied(num_tokens: int) -> None:
+    """A block that had just left the window came back unwritten, under the name of its prefix."""
+    manager, shelf = make_manager(20, windows=(8,)), Shelf()
+    swap = RowSwap(manager, manager.begin, shelf)
+    row = active_row(manager, num_tokens)
+    swap.move_out(row)
+    assert row.sequence is not None
+    manager.free(row.sequence)
+    manager.clear_cached()
+    assert come_back(manager, swap, row) == num_tokens
+    named = [block for block, content in enumerate(manager.pool.states().contents) if content]
+    assert set(named) <= set(shelf.loaded[0][1])
