@@ -44,6 +44,7 @@ class PagedConfig:
         swap_memory: room outside of the pool for rows that give way, see :data:`KVMemory`; None:
             they are computed again.
         compile: False, True or "freeze", see :func:`hf_paged.patch`.
+        cuda_graphs: "auto", True or False, see :func:`hf_paged.patch`.
         packed_hooks: run models that carry the user's own hooks packed as well.
         verify: "auto", True or False, see :func:`hf_paged.patch`.
         debug: poison blocks with NaN and check every invariant at every step.
@@ -61,6 +62,7 @@ class PagedConfig:
     max_batch_tokens: int | None = None
     swap_memory: KVMemory | None = None
     compile: bool | str = False
+    cuda_graphs: bool | str = "auto"
     packed_hooks: bool = False
     verify: str | bool = "auto"
     debug: bool = False
@@ -102,8 +104,10 @@ class PagedConfig:
             raise ConfigurationError(
                 f"compile must be False, True or 'freeze', got {self.compile!r}."
             )
-        if self.verify != "auto" and not isinstance(self.verify, bool):
-            raise ConfigurationError(f"verify must be 'auto', True or False, got {self.verify!r}.")
+        for name in ("verify", "cuda_graphs"):
+            value = getattr(self, name)
+            if value != "auto" and not isinstance(value, bool):
+                raise ConfigurationError(f"{name} must be 'auto', True or False, got {value!r}.")
         for name in ("prefix_caching", "batch_invariant", "packed_hooks", "debug"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigurationError(

@@ -40,7 +40,17 @@ class AttentionBackend(ABC):
 
     name: ClassVar[str]
     block_size_multiple: ClassVar[int] = 1
+    default_block_size: ClassVar[int] = 16
     supports_batch_invariance: ClassVar[bool] = False
+    is_block_major: ClassVar[bool] = False
+    """All layers' K and V of one block lie together, so caches are views with a large stride."""
+    supports_graphs: ClassVar[bool] = False
+    """A decoding :meth:`forward` may be captured in a CUDA graph and replayed over other contents.
+
+    Its launches depend on shapes alone: ``metadata.block_tables`` has a padded width, lengths are
+    read on the device (a step checks them on the host before), the lists of lengths are upper
+    bounds, and rows of length 0 give 0.
+    """
 
     def __init__(self, *, batch_invariant: bool = False) -> None:
         self.batch_invariant = batch_invariant
@@ -49,6 +59,28 @@ class AttentionBackend(ABC):
     @abstractmethod
     def unavailable_reason(cls, device: torch.device) -> str | None:
         """Return why the backend cannot run on ``device``, or None if it can."""
+
+    def check_model(  # noqa: B027
+        self,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        head_dim: int,
+        block_size: int,
+        uses_sinks: bool = False,
+    ) -> None:
+        """Refuse, when a model is patched, what no forward could compute.
+
+        Args:
+            device: where the pool will lie.
+            dtype: of K and V.
+            head_dim: D of K, as the config says.
+            block_size: tokens a block.
+            uses_sinks: whether its layers have attention sinks.
+
+        Raises:
+            ConfigurationError: the kernels lack it; the message says what would do.
+        """
 
     @abstractmethod
     def cache_shape(
@@ -119,10 +151,16 @@ class AttentionBackend(ABC):
     def gather(self, view: LayerView, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return K [n, H_kv, D] and V [n, H_kv, D_v] of the given slots ([n] int64)."""
 
-    def copy_blocks(self, view: LayerView, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy whole blocks inside one layer; ``source`` and ``target`` are [n] int64 block ids."""
-        for cache in (view.key_cache, view.value_cache):
-            cache.index_copy_(0, target, cache.index_select(0, source))
+    def copy_blocks(self, cache: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy whole blocks inside one tensor.
+
+        Args:
+            cache: [num_blocks, ...], each block contiguous: K or V of one layer, or where
+                :attr:`is_block_major` all that a device has.
+            source: [n] int64, block ids.
+            target: likewise; no block is both.
+        """
+        cache.index_copy_(0, target, cache.index_select(0, source))
 
     def release_scratch(self) -> None:  # noqa: B027
         """Give back memory that only speeds up the next call."""

@@ -107,10 +107,9 @@ class CpuBackend(AttentionBackend):
         """Index the caches by block and offset."""
         return self._torch.gather(view, slots)
 
-    def copy_blocks(self, view: LayerView, source: torch.Tensor, target: torch.Tensor) -> None:
+    def copy_blocks(self, cache: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copy whole blocks in all threads."""
-        for cache in (view.key_cache, view.value_cache):
-            cpu_kernels.copy_blocks(cache, source, target)
+        cpu_kernels.copy_blocks(cache, source, target)
 
     def release_scratch(self) -> None:
         """Give back the workspace of the calling thread and the gather buffers of all."""

@@ -22,6 +22,7 @@ from hf_paged.cache.runtime import PagedRuntime, runtime_of
 from hf_paged.cache.step import PagedStep, reserve
 from hf_paged.cache.step_cache import StepCache
 from hf_paged.cache.step_inputs import StepInputs, new_tokens
+from hf_paged.core.allocation import Allocation
 from hf_paged.core.interrupts import whole
 from hf_paged.core.sequence import Sequence
 from hf_paged.errors import CacheStateError, ConfigurationError, InputMismatchError
@@ -65,6 +66,8 @@ class PagedCache(StepCache):
         self._num_layers: int | None = None
         self._new_real = self._columns.real
         self._past: dict[int, dense.StoredTokens] = {}
+        self._allocation: Allocation | None = None
+        self._hold_window = False
 
     # -- what is inside ----------------------------------------------------------------------
 
@@ -166,24 +169,34 @@ class PagedCache(StepCache):
         )
         runtime.count_step()
         self._new_real, self._past = real, {}
+        self._allocation, self._hold_window = allocation, hold_window
+        try:
+            metadata = runtime.build_metadata(
+                allocation, None if is_dense else torch.nonzero(real.flatten())[:, 0].numpy()
+            )
+        except BaseException:
+            self.roll_back(allocation)
+            raise
         return PagedStep(
             self,
-            allocation,
+            metadata,
             num_rows=inputs.num_rows,
             num_columns=inputs.num_columns,
             num_layers=num_layers,
-            token_index=None if is_dense else torch.nonzero(real.flatten())[:, 0],
-            hold_window=hold_window,
             is_paged=is_paged,
         )
 
     def end_forward(self, step: PagedStep, *, is_complete: bool) -> None:
         """Commit a forward, or roll it back; the cache is then ready for the next."""
         try:
-            self.settle(step, is_complete=is_complete)
+            assert self._allocation is not None
+            self.settle(
+                step, self._allocation, is_complete=is_complete, hold_window=self._hold_window
+            )
             if is_complete:
                 self._columns.append(self._new_real)
         finally:
+            self._allocation = None
             self._is_in_forward = False
             if self._columns.num_columns == 0:
                 self._close_rows()

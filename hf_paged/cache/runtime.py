@@ -10,14 +10,17 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakKeyDictionary, WeakSet, ref
 
+import numpy as np
 import torch
 
 from hf_paged.backends.registry import create_backend
 from hf_paged.cache.layout import KVLayout
 from hf_paged.cache.sizing import choose_block_size, choose_num_blocks, make_block_file
 from hf_paged.cache.stats import KVCacheStats
+from hf_paged.cache.step_metadata import StepMetadata, build_metadata
 from hf_paged.cache.storage import KVStorage
 from hf_paged.config import PagedConfig
+from hf_paged.core.allocation import Allocation
 from hf_paged.core.cache_manager import KVCacheManager
 from hf_paged.core.interrupts import interruptible, whole
 from hf_paged.core.row_scheduler import RowScheduler
@@ -75,14 +78,8 @@ class PackedForward(Protocol):
     def begin_call(self) -> None:
         """Be told that forwards of a new call follow; the model may have changed."""
 
-    def forward(
-        self,
-        batch: PackedBatch,
-        input_ids: torch.Tensor,
-        position_ids: torch.Tensor,
-        index: torch.Tensor,
-    ) -> torch.Tensor:
-        """Return the logits [m, V] of the tokens that ``index`` [m] names."""
+    def forward(self, batch: PackedBatch, device: torch.device) -> torch.Tensor:
+        """Return the logits [m, V] of the tokens that ``batch`` wants, given ids on ``device``."""
 
     def obstacle(self) -> str | None:
         """Return why rows must stay in rectangles now, or None."""
@@ -95,6 +92,7 @@ class PagedRuntime:
         config: what the user asked for.
         layout: what the model stores for a token.
         device: where the model is when patched.
+        layer_devices: where each layer is then.
         computation: tells what K and V depend on besides tokens and positions.
 
     Attributes:
@@ -110,22 +108,37 @@ class PagedRuntime:
         layout: KVLayout,
         device: torch.device,
         computation: Computation,
+        layer_devices: list[torch.device] | None = None,
     ) -> None:
         self.config = config
         self.layout = layout
         self.computation = computation
         self.backend = create_backend(
-            config.backend, device, batch_invariant=config.batch_invariant
+            config.backend,
+            device,
+            batch_invariant=config.batch_invariant,
+            check=lambda backend: backend.check_model(
+                device=device,
+                dtype=layout.dtype,
+                head_dim=layout.head_dim,
+                block_size=choose_block_size(config, backend),
+                uses_sinks=layout.uses_sinks,
+            ),
         )
-        self.block_size = choose_block_size(config, self.backend.block_size_multiple)
+        self.block_size = choose_block_size(config, self.backend)
         self.bytes_per_block = layout.bytes_per_block(self.block_size)
-        self.num_blocks = choose_num_blocks(config, self.bytes_per_block, device)
-        self.storage = KVStorage(self.backend, layout, self.num_blocks, self.block_size)
+        layer_devices = layer_devices or [device] * layout.num_layers
+        self.num_blocks = choose_num_blocks(
+            config, layout.bytes_on_devices(self.block_size, layer_devices)
+        )
+        self.storage = KVStorage(
+            self.backend, layout, self.num_blocks, self.block_size, layer_devices
+        )
         self.manager = KVCacheManager(
             self.num_blocks,
             self.block_size,
             layout.groups,
-            on_emptied=self.storage.poison if config.debug else None,
+            on_emptied=self._poison if config.debug else None,
         )
         self.group_of_layer = {
             layer: index for index, group in enumerate(layout.groups) for layer in group.layers
@@ -197,6 +210,19 @@ class PagedRuntime:
             for sequence in self._owned.pop(self._dead_owners.popleft()).sequences:
                 self.manager.free(sequence)
 
+    def build_metadata(
+        self, allocation: Allocation, token_index: np.ndarray | None = None
+    ) -> StepMetadata:
+        """Put the rows of a forward into arrays; see :func:`build_metadata`."""
+        return build_metadata(
+            allocation.rows,
+            num_groups=len(self.manager.groups),
+            block_size=self.block_size,
+            null_block=self.num_blocks,
+            for_device=self.backend.supports_graphs,
+            token_index=token_index,
+        )
+
     def version(self, *, is_first_forward: bool, is_prompt: bool) -> tuple[Hashable | None, bool]:
         """Return the version of K and V about to be computed, and whether to keep the blocks.
 
@@ -232,6 +258,11 @@ class PagedRuntime:
         """Part of the prompt tokens looked up since the last reset that was stored already."""
         queried = self.manager.num_prefix_query_tokens
         return self.manager.num_prefix_hit_tokens / queried if queried else 0.0
+
+    def _poison(self, block_ids: list[int]) -> None:
+        if self.block_file is not None:
+            self.block_file.await_blocks(block_ids)
+        self.storage.poison(block_ids)
 
     @whole
     def stats(self) -> KVCacheStats:

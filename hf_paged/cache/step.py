@@ -1,6 +1,6 @@
 """One forward over a paged cache: from reserved blocks to the attention of each layer.
 
-    reserve ─▶ PagedStep() ─▶ (update ─▶ attend) for each layer ─▶ commit
+    reserve ─▶ PagedStep() ─▶ (update ─▶ attend) for each layer ─▶ check_complete ─▶ commit
                                      any exception ─▶ rollback
 
 Dimensions: B x T the shape in which the model computes, N new tokens that are real, H query heads,
@@ -13,12 +13,11 @@ from __future__ import annotations
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from hf_paged.backends.metadata import AttentionMetadata
+from hf_paged.cache.step_metadata import StepMetadata
 from hf_paged.core.allocation import Allocation, NewTokens
-from hf_paged.core.block_table import NO_BLOCK
 from hf_paged.errors import CacheStateError, PagedGradientError, UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -43,6 +42,8 @@ def reserve(
         KVCacheFullError: too few blocks; nothing has changed.
     """
     allocation = runtime.manager.begin(rows, hold_window=hold_window, occasion=occasion)
+    if runtime.block_file is not None:
+        runtime.block_file.await_blocks(allocation.new_blocks)
     if runtime.config.debug:
         runtime.storage.poison(allocation.new_blocks)
     runtime.storage.copy_blocks(allocation.copies)
@@ -52,16 +53,14 @@ def reserve(
 class PagedStep:
     """A forward in progress, over blocks that were reserved for it.
 
-    Ended by :meth:`commit` or :meth:`rollback`.
+    The cache commits them or rolls them back afterwards.
 
     Args:
         cache: the cache that the call carries.
-        allocation: what :func:`reserve` returned; rolled back if this fails.
+        metadata: of the rows; ``token_index`` says where they are in B x T.
         num_rows: B.
         num_columns: T.
         num_layers: layers that the forward runs.
-        token_index: [N] int64, where the real tokens are in B x T; None: everywhere.
-        hold_window: keep what falls behind a window, because a crop may bring it back.
         is_paged: see below.
 
     Attributes:
@@ -75,36 +74,25 @@ class PagedStep:
     def __init__(
         self,
         cache: StepCache,
-        allocation: Allocation,
+        metadata: StepMetadata,
         *,
         num_rows: int,
         num_columns: int,
         num_layers: int,
-        token_index: torch.Tensor | None,
-        hold_window: bool,
         is_paged: bool,
     ) -> None:
         self.cache = cache
         self.is_paged = is_paged
         self.masks_issued = False
         self._runtime = cache.runtime
-        self._allocation = allocation
+        self._metadata = metadata
         self._num_rows = num_rows
         self._num_columns = num_columns
         self._num_layers = num_layers
-        self._token_index = token_index
-        self._hold_window = hold_window
         self._updated: set[int] = set()
         self._awaiting: int | None = None
         self._new_kv: tuple[torch.Tensor, torch.Tensor] | None = None
         self._returned: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._on_device: dict[tuple[Any, ...], Any] = {}
-        try:
-            groups = range(len(self._runtime.manager.groups))
-            self._metadata = [self._build_metadata(group) for group in groups]
-        except BaseException:
-            self.rollback()
-            raise
 
     def update(
         self, key: torch.Tensor, value: torch.Tensor, layer: int
@@ -218,12 +206,11 @@ class PagedStep:
             out = _StopGradient.apply(out, query)  # type: ignore[no-untyped-call]
         return out
 
-    def commit(self) -> None:
-        """Make the new tokens valid.
+    def check_complete(self) -> None:
+        """Raise unless every layer has stored and attended once.
 
         Raises:
-            UnsupportedModelError: some layer did not use the cache as expected; the caller rolls
-                back.
+            UnsupportedModelError: naming the layers.
         """
         self._expect_attention_called()
         if len(self._updated) != self._num_layers:
@@ -232,17 +219,6 @@ class PagedStep:
                 f"layers {missing} did not store K and V in this forward: expected one "
                 f"cache.update() from each of {self._num_layers} layers."
             )
-        with self._runtime.lock:
-            self._runtime.manager.commit(self._allocation, hold_window=self._hold_window)
-            if self._runtime.config.debug:
-                self._runtime.manager.check_integrity()
-
-    def rollback(self) -> None:
-        """Leave the cache and the pool as they were before the forward."""
-        with self._runtime.lock:
-            self._runtime.manager.rollback(self._allocation)
-            if self._runtime.config.debug:
-                self._runtime.manager.check_integrity()
 
     def _group(self, layer: int) -> Any:
         return self._runtime.manager.groups[self._runtime.group_of_layer[layer]]
@@ -279,58 +255,19 @@ class PagedStep:
     def _pack(self, states: torch.Tensor) -> torch.Tensor:
         """Turn [B, H, T, D] into the real tokens end to end, [N, H, D]."""
         packed = states[:, :, 0] if states.shape[2] == 1 else states.transpose(1, 2).flatten(0, 1)
-        if self._token_index is None:
-            return packed
-        return packed.index_select(0, self._tensor("index", self._token_index, states.device))
+        index = self._metadata.index_on(states.device)
+        return packed if index is None else packed.index_select(0, index)
 
     def _unpack(self, packed: torch.Tensor) -> torch.Tensor:
         """Turn [N, H, D] into [B, T, H, D], zeros where a column is padding."""
-        if self._token_index is not None:
-            index = self._tensor("index", self._token_index, packed.device)
+        index = self._metadata.index_on(packed.device)
+        if index is not None:
             padded = packed.new_zeros(self._num_rows * self._num_columns, *packed.shape[1:])
             packed = padded.index_copy_(0, index, packed)
         return packed.view(self._num_rows, self._num_columns, *packed.shape[1:])
 
-    # -- metadata ----------------------------------------------------------------------------
-
     def _metadata_of(self, layer: int, device: torch.device) -> AttentionMetadata:
-        group = self._runtime.group_of_layer[layer]
-        key = ("metadata", group, device)
-        metadata: AttentionMetadata | None = self._on_device.get(key)
-        if metadata is None:
-            metadata = self._on_device[key] = self._metadata[group].to(device)
-        return metadata
-
-    def _tensor(self, name: str, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        key = (name, device)
-        moved: torch.Tensor | None = self._on_device.get(key)
-        if moved is None:
-            moved = self._on_device[key] = tensor.to(device)
-        return moved
-
-    def _build_metadata(self, group: int) -> AttentionMetadata:
-        size, null_block = self._runtime.block_size, self._runtime.num_blocks
-        rows = self._allocation.rows
-        tables = [row.sequence.tables[group] for row in rows]
-        block_tables = np.full(
-            (len(rows), max((len(table) for table in tables), default=0)), null_block, np.int32
-        )
-        for row, table in zip(block_tables, tables, strict=True):
-            row[: len(table)] = table.ids
-        block_tables[block_tables == NO_BLOCK] = null_block
-        slots = [slot for row in rows for slot in row.slots(group, size)]
-        query_lens = [row.end - row.start for row in rows]
-        seq_lens = [row.end for row in rows]
-        return AttentionMetadata(
-            block_size=size,
-            null_block=null_block,
-            block_tables=torch.from_numpy(block_tables),
-            seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
-            cu_seqlens_q=torch.tensor([0, *np.cumsum(query_lens)], dtype=torch.int32),
-            slot_mapping=torch.tensor(slots, dtype=torch.int64),
-            seq_lens_list=seq_lens,
-            query_lens_list=query_lens,
-        )
+        return self._metadata.of_group(self._runtime.group_of_layer[layer], device)
 
 
 class _StopGradient(torch.autograd.Function):

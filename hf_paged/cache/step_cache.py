@@ -16,6 +16,7 @@ from transformers.cache_utils import Cache
 from hf_paged.cache.runtime import PagedRuntime
 from hf_paged.cache.step import CURRENT_STEP, PagedStep
 from hf_paged.cache.step_inputs import StepInputs
+from hf_paged.core.allocation import Allocation
 from hf_paged.errors import CacheStateError
 
 __all__ = ["StepCache"]
@@ -50,17 +51,40 @@ class StepCache(Cache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the stored K and V of ``layer`` in the padded shape of the model's own masks."""
 
-    @staticmethod
-    def settle(step: PagedStep, *, is_complete: bool) -> None:
-        """Commit ``step``, or roll it back if it is not complete or cannot be committed."""
+    def settle(
+        self, step: PagedStep, allocation: Allocation, *, is_complete: bool, hold_window: bool
+    ) -> None:
+        """Make the new tokens valid, or leave the pool as it was before the forward.
+
+        Args:
+            step: of the forward.
+            allocation: its blocks; rolled back if the step is not complete or cannot be committed.
+            is_complete: whether the model's forward returned.
+            hold_window: keep what falls behind a window, because a crop may bring it back.
+        """
         if not is_complete:
-            step.rollback()
+            self.roll_back(allocation)
             return
         try:
-            step.commit()
+            step.check_complete()
+            self.commit(allocation, hold_window=hold_window)
         except BaseException:
-            step.rollback()
+            self.roll_back(allocation)
             raise
+
+    def commit(self, allocation: Allocation, *, hold_window: bool) -> None:
+        """Make the new tokens of a forward valid."""
+        with self.runtime.lock:
+            self.runtime.manager.commit(allocation, hold_window=hold_window)
+            if self.runtime.config.debug:
+                self.runtime.manager.check_integrity()
+
+    def roll_back(self, allocation: Allocation) -> None:
+        """Leave the pool as it was before a forward."""
+        with self.runtime.lock:
+            self.runtime.manager.rollback(allocation)
+            if self.runtime.config.debug:
+                self.runtime.manager.check_integrity()
 
     def update(
         self,

@@ -1,5 +1,11 @@
 """The pool's tensors: made when first written, copied block by block, given back by the page.
 
+A backend chooses between K and V of each layer apart, and block-major, where all that a device
+holds of a block is one run of memory and a copy of it one copy:
+
+    apart           K of layer 0 [block 0 | block 1 | ...]    V of layer 0 [...]    K of layer 1 ...
+    block-major     [block 0: K0 V0 K1 V1 ... | block 1: K0 V0 K1 V1 ... | ...]
+
 On a CPU each tensor is a private anonymous mapping. The system commits a page when it is first
 written, so a pool that may grow to 12 GiB costs nothing until it does, and :meth:`KVStorage.trim`
 can give back the pages of free blocks while the tensor stays where it is.
@@ -11,10 +17,12 @@ import mmap
 import threading
 from collections.abc import Iterable, Sequence
 
+import numpy as np
 import torch
 
 from hf_paged.backends.base import AttentionBackend, LayerView
 from hf_paged.cache.layout import KVLayout
+from hf_paged.cache.upload import send
 from hf_paged.errors import UnsupportedModelError
 
 __all__ = ["KVStorage"]
@@ -31,6 +39,12 @@ class KVStorage:
         layout: what a token needs, as the config says.
         num_blocks: usable blocks; one more is made, the null block.
         block_size: tokens a block.
+        layer_devices: where each layer is to store, as far as it is known; None: all on one device.
+            A layer that shows up elsewhere gets tensors there.
+
+    Attributes:
+        generation: counts how often all tensors were dropped; what has their addresses is stale
+            when it has changed.
     """
 
     def __init__(
@@ -39,16 +53,18 @@ class KVStorage:
         layout: KVLayout,
         num_blocks: int,
         block_size: int,
+        layer_devices: Sequence[torch.device] | None = None,
     ) -> None:
         self._backend = backend
         self._layout = layout
         self._num_blocks = num_blocks
         self._block_size = block_size
         self._lock = threading.Lock()
-        self._lane = {
-            layer: lane for group in layout.groups for lane, layer in enumerate(group.layers)
-        }
+        self._lane = layout.lanes
+        self._layer_devices = layer_devices
         self._views: dict[tuple[int, torch.device], LayerView] = {}
+        self._tensors: list[torch.Tensor] = []
+        self.generation = 0
         self._poisoned: set[int] = set()
         self._empty_states: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._mappings: list[tuple[mmap.mmap, int]] = []
@@ -72,7 +88,14 @@ class KVStorage:
             with self._lock:
                 view = self._views.get(lane)
                 if view is None:
-                    view = self._views[lane] = self._make_view(layer, key, value)
+                    self._check_announced(layer, key, value)
+                    if self._backend.is_block_major:
+                        self._views |= self._make_block_major(lane, key, value)
+                    else:
+                        self._views[lane] = LayerView(
+                            self._make_cache(key), self._make_cache(value)
+                        )
+                    view = self._views[lane]
         return view
 
     def fits(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> bool:
@@ -93,17 +116,24 @@ class KVStorage:
         """Return K [0, H_kv, 0, D] and V of a layer that has stored something."""
         return self._empty_states[layer]
 
-    def views(self) -> dict[tuple[int, torch.device], LayerView]:
-        """Return the tensors that exist by now, by lane (place of a layer in its group), device."""
+    def tensors(self) -> list[torch.Tensor]:
+        """Return what exists by now, [num_blocks + 1, ...] each, in the order in which it was made.
+
+        Together they hold K and V of all layers; a block is contiguous in each of them.
+        """
         with self._lock:  # the first forward of another thread may be adding some
-            return dict(self._views)
+            return list(self._tensors)
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks, (source, target) each, in every layer that has them."""
-        if copies:
-            for view in self.views().values():
-                pairs = torch.tensor(copies, device=view.key_cache.device)
-                self._backend.copy_blocks(view, pairs[:, 0], pairs[:, 1])
+        if not copies:
+            return
+        pairs = np.array(copies, dtype=np.int64).T.copy()
+        on_device: dict[torch.device, torch.Tensor] = {}
+        for tensor in self.tensors():
+            if tensor.device not in on_device:
+                (on_device[tensor.device],) = send([pairs], tensor.device)
+            self._backend.copy_blocks(tensor, *on_device[tensor.device])
 
     def poison(self, block_ids: Iterable[int]) -> None:
         """Fill blocks with NaN, in tensors that are made later too (debug mode).
@@ -113,9 +143,8 @@ class KVStorage:
         ids = list(block_ids)
         with self._lock:
             self._poisoned.update(ids)
-        for view in self.views().values():
-            for cache in (view.key_cache, view.value_cache):
-                cache[ids] = torch.nan
+        for tensor in self.tensors():
+            tensor[ids] = torch.nan
 
     def trim(self, free_blocks: Sequence[int]) -> None:
         """Give the whole pages of free blocks back to the system; they read as zeros afterwards.
@@ -131,18 +160,20 @@ class KVStorage:
                 if end > begin:
                     mapping.madvise(mmap.MADV_DONTNEED, begin, end - begin)
         self._backend.release_scratch()
-        if any(view.key_cache.device.type == "cuda" for view in self.views().values()):
+        if any(tensor.device.type == "cuda" for tensor in self.tensors()):
             torch.cuda.empty_cache()
 
     def clear(self) -> None:
         """Drop all tensors; the next :meth:`view` makes new ones."""
         with self._lock:
+            self.generation += 1
             self._views.clear()
+            self._tensors.clear()
             self._empty_states.clear()
             self._mappings.clear()
         self._backend.release_scratch()
 
-    def _make_view(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> LayerView:
+    def _check_announced(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         bytes_per_slot = sum(new.shape[-2:].numel() * new.itemsize for new in (key, value))
         if bytes_per_slot > self._layout.bytes_per_slot:
             raise UnsupportedModelError(
@@ -153,24 +184,58 @@ class KVStorage:
                 "after patching, unpatch and patch again; otherwise the architecture needs a "
                 "ModelSpec."
             )
-        return LayerView(self._make_cache(key), self._make_cache(value))
+
+    def _block_shape(self, like: torch.Tensor) -> torch.Size:
+        shape = self._backend.cache_shape(1, self._block_size, *like.shape[-2:])
+        return torch.Size(shape[1:])
 
     def _make_cache(self, like: torch.Tensor) -> torch.Tensor:
+        return self._make_tensor(self._block_shape(like), like)
+
+    def _make_block_major(
+        self, lane: tuple[int, torch.device], key: torch.Tensor, value: torch.Tensor
+    ) -> dict[tuple[int, torch.device], LayerView]:
+        """Return a view for ``lane`` and for all others that its device is known to hold."""
+        device = key.device
+        lanes = sorted(
+            index
+            for layer, index in enumerate(self._lane)
+            if self._layer_devices is None or self._layer_devices[layer] == device
+        )
+        made = {index for index, where in self._views if where == device}
+        lanes = [index for index in dict.fromkeys(lanes) if index not in made]
+        if lane[0] not in lanes:
+            lanes = [lane[0]]
+        shapes = (self._block_shape(key), self._block_shape(value))
+        sizes = [shape.numel() for shape in shapes]
+        tensor = self._make_tensor(torch.Size([len(lanes) * sum(sizes)]), key)
+        parts = tensor.split(sizes * len(lanes), dim=1)
+        return {
+            (index, device): LayerView(
+                parts[2 * place].unflatten(1, shapes[0]),
+                parts[2 * place + 1].unflatten(1, shapes[1]),
+            )
+            for place, index in enumerate(lanes)
+        }
+
+    def _make_tensor(self, block_shape: torch.Size, like: torch.Tensor) -> torch.Tensor:
+        """Return zeros [num_blocks + 1, *block_shape], dtype and device those of ``like``."""
         num_blocks = self._num_blocks + 1
-        shape = self._backend.cache_shape(num_blocks, self._block_size, *like.shape[-2:])
-        num_bytes = torch.Size(shape).numel() * like.itemsize
+        shape = torch.Size((num_blocks, *block_shape))
+        num_bytes = shape.numel() * like.itemsize
         # Tensors made in inference mode could not be written outside of it.
         with torch.inference_mode(False), torch.no_grad():
             if like.device.type == "cpu" and hasattr(mmap, "MAP_PRIVATE"):
                 mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-                cache = torch.frombuffer(mapping, dtype=like.dtype).view(shape)
+                tensor = torch.frombuffer(mapping, dtype=like.dtype).view(shape)
                 if hasattr(mmap, "MADV_DONTNEED"):
                     self._mappings.append((mapping, num_bytes // num_blocks))
             else:
-                cache = torch.zeros(shape, dtype=like.dtype, device=like.device)
+                tensor = torch.zeros(shape, dtype=like.dtype, device=like.device)
             if self._poisoned:
-                cache[sorted(self._poisoned)] = torch.nan
-        return cache
+                tensor[sorted(self._poisoned)] = torch.nan
+        self._tensors.append(tensor)
+        return tensor
 
 
 def _empty_state(like: torch.Tensor) -> torch.Tensor:

@@ -20,12 +20,13 @@ from typing import Any
 import torch
 import xxhash
 
-from hf_paged.cache.packed_batch import PackedBatch
+from hf_paged.cache.packed_batch import PackedCache
 from hf_paged.cache.runtime import PagedRuntime
 from hf_paged.cache.step_inputs import StepInputs
 from hf_paged.core.interrupts import interruptible, uninterrupted
 from hf_paged.generation.compiled_graph import CompiledGraph, compile_graph
 from hf_paged.generation.recording import Forward
+from hf_paged.generation.structure import structure_of
 
 __all__ = ["CompiledForward"]
 
@@ -97,7 +98,7 @@ class CompiledForward:
                     self._warn("weights are not frozen: whether they change cannot be told")
                 else:
                     frozen = (version, head)
-            key = (_structure(model), frozen)
+            key = (structure_of(model), frozen)
             if key != self._key:
                 self._graphs.clear()
                 self._key, self._freeze = key, frozen is not None
@@ -106,7 +107,7 @@ class CompiledForward:
 
     def __call__(
         self,
-        batch: PackedBatch,
+        batch: PackedCache,
         input_ids: torch.Tensor,
         position_ids: torch.Tensor,
         logits_index: torch.Tensor,
@@ -118,7 +119,7 @@ class CompiledForward:
 
         Args:
             batch: good for this forward alone.
-            input_ids: [N, 1] or [1, N] int64, as ``batch.shape`` makes them.
+            input_ids: [N, 1] or [1, N] int64.
             position_ids: likewise.
             logits_index: [L] int64, which of the N tokens' logits are wanted.
 
@@ -193,29 +194,6 @@ def _first_line(error: Exception) -> str:
     return next(iter(str(error).strip().splitlines()), "")
 
 
-def _structure(model: Any) -> Hashable:
-    """Return equal values while a recorded graph holds: modules, plain settings, kinds of weights.
-
-    What weights hold does not count, since they are inputs of a graph.
-    """
-    modules = tuple(
-        (name, type(module), repr([*filter(_is_plain, vars(module).items())]))
-        for name, module in model.named_modules()
-    )
-    first: dict[int, int] = {}  # tells tied weights from untied ones
-    tensors = tuple(
-        (name, tensor.dtype, tensor.shape, tensor.device, first.setdefault(id(tensor), index))
-        for index, (name, tensor) in enumerate(
-            chain(
-                model.named_parameters(remove_duplicate=False),
-                model.named_buffers(remove_duplicate=False),
-            )
-        )
-    )
-    config = model.config
-    return modules, tensors, repr(config.to_dict()), config._attn_implementation_internal
-
-
 def _digest_outside(model: torch.nn.Module, base: torch.nn.Module) -> bytes | None:
     """Return a digest of the weights of ``model`` that ``base`` lacks, or None: unreadable.
 
@@ -231,14 +209,3 @@ def _digest_outside(model: torch.nn.Module, base: torch.nn.Module) -> bytes | No
             except (RuntimeError, TypeError, NotImplementedError):
                 return None
     return bytes(digest.digest())
-
-
-def _is_plain(item: tuple[str, Any]) -> bool:
-    def is_plain(value: Any) -> bool:
-        if isinstance(value, dict):
-            return all(map(is_plain, value.values()))
-        if isinstance(value, (list, tuple)):
-            return all(map(is_plain, value))
-        return value is None or isinstance(value, (bool, int, float, str))
-
-    return is_plain(item[1])

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import torch
 
+from hf_paged.cache.upload import index_of
+
 __all__ = ["Draws"]
 
 
@@ -93,13 +95,14 @@ class Draws:
         if self._batch is None:
             self._batch = probs.new_ones(self._num_rows, probs.shape[1])
         # What rows held before stays in the others: their tokens are drawn and thrown away.
-        self._batch[rows] = probs
+        at = index_of(rows, probs.device)
+        self._batch[at] = probs
         try:
             drawn = torch.multinomial(self._batch[:num_drawn], 1, generator=self._generator)
         except RuntimeError:
             self._batch = None  # it may hold what multinomial refused
             raise
-        return drawn.squeeze(1)[rows]
+        return drawn.squeeze(1)[at]
 
     def _get_state(self) -> torch.Tensor:
         if self._generator is not None:

@@ -9,12 +9,15 @@ prefixes are skipped, equal prompts are computed once. Steps of decoding alone h
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import torch
 
 from hf_paged.cache.packed_batch import PackedBatch
 from hf_paged.cache.paged_cache import PagedCache
 from hf_paged.cache.runtime import PagedRuntime
 from hf_paged.cache.step import reserve
+from hf_paged.cache.upload import index_of
 from hf_paged.core.allocation import Allocation, NewTokens
 from hf_paged.core.interrupts import interruptible, uninterrupted, whole
 from hf_paged.core.row import Row
@@ -137,7 +140,7 @@ class Engine:
             self._compute()
         ready, logits = self._take_ready()
         index = {row: index for index, row in enumerate(ready)}
-        return logits[[index[row] for row in rows]]
+        return logits[index_of([index[row] for row in rows], logits.device)]
 
     def step(self) -> None:
         """Run one forward, choose the next tokens of the rows that are ready for it.
@@ -189,10 +192,10 @@ class Engine:
                 assert self._ready, "no row computes and none is ready: this would never end"
                 return
             self._runtime.count_step()
-            packed = PackedBatch(self._runtime, batch.allocation)
+            packed = self._pack(batch)
             try:
                 with interruptible():
-                    logits = self._run_forward(packed, batch)
+                    logits = self._model.forward(packed, self._device)
             finally:
                 if not packed.is_settled:
                     with self._runtime.lock:
@@ -205,19 +208,16 @@ class Engine:
             with self._runtime.lock:
                 for index, row in enumerate(rows):
                     if twins := self._scheduler.fork_twins(row):
-                        self._ready.append((twins, logits[[index] * len(twins)]))
+                        self._ready.append((twins, logits[index].expand(len(twins), -1)))
 
     def _reserve(self, rows: list[NewTokens]) -> Allocation:
         return reserve(self._runtime, rows, hold_window=False, occasion=self._runtime.occasion)
 
-    def _run_forward(self, packed: PackedBatch, batch: RowBatch) -> torch.Tensor:
-        ends = packed.last_token_index
-        wanted = [ends[index] for index in batch.complete] or [ends[-1]]
-        return self._model.forward(
-            packed,
-            packed.shape(batch.token_ids, device=self._device),
-            packed.shape(batch.positions, device=self._device),
-            torch.tensor(wanted, device=self._device),
+    def _pack(self, batch: RowBatch) -> PackedBatch:
+        ends = list(accumulate(row.end - row.start for row in batch.allocation.rows))
+        wanted = [ends[index] - 1 for index in batch.complete] or [ends[-1] - 1]
+        return PackedBatch(
+            self._runtime, batch.allocation, batch.token_ids, batch.positions, wanted
         )
 
     def _advance(self, errors: dict[Request, Exception] | None = None) -> None:
@@ -236,10 +236,9 @@ class Engine:
             ages.setdefault((row.payload.request, row.num_generated), []).append(index)
         for (request, _), found in ages.items():
             found.sort(key=lambda index: rows[index].payload.index)
-            is_all = found == list(range(len(rows)))
             of_group = [rows[index] for index in found]
             try:
-                request.advance(of_group, logits if is_all else logits[found])
+                request.advance(of_group, logits[index_of(found, logits.device)])
             except Exception as error:
                 if errors is None:
                     raise
@@ -257,7 +256,7 @@ class Engine:
         last = {row: index for index, row in enumerate(rows) if row.sequence is not None}
         here = sorted(last.values())
         if len(here) < len(rows):
-            return [rows[index] for index in here], logits[here]
+            return [rows[index] for index in here], logits[index_of(here, logits.device)]
         return rows, logits
 
     def _let_finished_leave(self) -> bool:

@@ -17,16 +17,15 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from hf_paged.cache.packed_batch import PackedBatch
+from hf_paged.cache.packed_batch import PackedCache
 from hf_paged.cache.runtime import PagedRuntime
 from hf_paged.cache.step import PagedStep
 from hf_paged.cache.step_inputs import StepInputs
-from hf_paged.core.allocation import Allocation
 from hf_paged.errors import UnsupportedModelError
 
 __all__ = ["Attention", "Forward", "Piece", "Register", "Weight", "check_dynamic", "cut", "record"]
 
-Forward = Callable[[PackedBatch, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Forward = Callable[[PackedCache, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Takes a cache, ids [1, N], positions [1, N] and an index [L] into N; returns logits [L, V]."""
 
 _library = torch.library.Library("hf_paged", "FRAGMENT")
@@ -111,7 +110,7 @@ class Piece:
 class _RecordedStep(PagedStep):
     """Stands for a step while the model is recorded; nothing is stored."""
 
-    def __init__(self, cache: PackedBatch) -> None:
+    def __init__(self, cache: PackedCache) -> None:
         self.cache = cache
         self.is_paged = True
         self.masks_issued = False
@@ -150,7 +149,7 @@ class _RecordedStep(PagedStep):
         return out
 
 
-class _RecordedBatch(PackedBatch):
+class _RecordedBatch(PackedCache):
     """The ``cache`` argument while the model is recorded."""
 
     def begin_forward(self, inputs: StepInputs, num_layers: int, *, is_paged: bool) -> PagedStep:
@@ -182,7 +181,7 @@ def record(
     index = torch.zeros(num_logits, dtype=torch.int64, device=device)
 
     def recorded(ids: torch.Tensor, positions: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        return forward(_RecordedBatch(runtime, Allocation()), ids, positions, index)
+        return forward(_RecordedBatch(runtime), ids, positions, index)
 
     module = make_fx(
         recorded,

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from transformers.generation.stopping_criteria import MaxLengthCriteria, MaxTimeCriteria
 
+from hf_paged.cache.upload import index_of
 from hf_paged.core.row import Row
 from hf_paged.generation.draws import Draws
 from hf_paged.generation.row_wise import ROW_WISE_CRITERIA, first_not_row_wise, process_rows
@@ -193,6 +194,7 @@ class Request:
         age = rows[0].num_generated
         indices = [row.payload.index for row in rows]
         num_rows, device = len(self.rows), self._input_ids.device
+        at = index_of(indices, device)
         ids = self._ids(indices, age)
         next_logits = logits.to(copy=True, dtype=torch.float32, device=device)
         if len(rows) == num_rows:
@@ -206,18 +208,22 @@ class Request:
         else:
             tokens = torch.argmax(scores, dim=-1)
         if self._has_eos:
-            is_open = self._unfinished[indices]
+            is_open = self._unfinished[at]
             tokens = tokens * is_open + self._pad_token * (1 - is_open)
-        self._append(indices, age, tokens)
-        for row, token in zip(rows, tokens.tolist(), strict=True):
-            row.token_ids.append(token)
+        self._append(at, age, tokens)
         self.num_ages = max(self.num_ages, age + 1)
         # Rows that have left are padding, and whoever must see all rows sees that too.
-        shown = indices if self.culprit is None else list(range(num_rows))
+        shown, shown_at = indices, at
+        if self.culprit is not None:
+            shown, shown_at = list(range(num_rows)), slice(num_rows)
         is_done = self._criteria(self._ids(shown, age + 1), self._scores_of(shown, age))
-        self._unfinished[shown] &= ~is_done
-        for index, is_open in zip(shown, self._unfinished[shown].tolist(), strict=True):
-            self._is_finished[index] = not is_open
+        self._unfinished[shown_at] &= ~is_done
+        # A device is waited for once a token, here.
+        values = torch.cat([tokens, self._unfinished[shown_at]]).tolist()
+        for row, token in zip(rows, values, strict=False):
+            row.token_ids.append(token)
+        for index, still_open in zip(shown, values[len(rows) :], strict=True):
+            self._is_finished[index] = not still_open
         if self._streamer is not None:
             self._streamer.put(self._generated[shown, age].cpu())
         if self._is_out_of_time():
@@ -270,19 +276,21 @@ class Request:
             return self.scores  # transformers' own do not look
         if self._scores is None:
             return None
-        return tuple(scores[indices] for scores in self._scores[: age + 1])
+        at = index_of(indices, self._input_ids.device)
+        return tuple(scores[at] for scores in self._scores[: age + 1])
 
     def _ids(self, indices: list[int], age: int) -> torch.Tensor:
         """Return prompt and generated tokens of some rows, [k, P + age]."""
         if len(indices) == len(self.rows):
             return torch.cat([self._input_ids, self._generated[:, :age]], dim=1)
-        return torch.cat([self._input_ids[indices], self._generated[indices, :age]], dim=1)
+        at = index_of(indices, self._input_ids.device)
+        return torch.cat([self._input_ids[at], self._generated[at, :age]], dim=1)
 
-    def _append(self, indices: list[int], age: int, tokens: torch.Tensor) -> None:
+    def _append(self, at: slice | torch.Tensor, age: int, tokens: torch.Tensor) -> None:
         if age == self._generated.shape[1]:
             padding = torch.full_like(self._generated, self._pad_token)
             self._generated = torch.cat([self._generated, padding], dim=1)
-        self._generated[indices, age] = tokens
+        self._generated[at, age] = tokens
 
     def _record(
         self, ages: list[torch.Tensor] | None, age: int, indices: list[int], values: torch.Tensor
@@ -295,4 +303,4 @@ class Request:
             return
         if age == len(ages):
             ages.append(values.new_zeros(len(self.rows), values.shape[1]))
-        ages[age][indices] = values
+        ages[age][index_of(indices, values.device)] = values

@@ -70,6 +70,11 @@ class ModelSeams:
     cache_name: str
     layout: KVLayout
 
+    @property
+    def layer_devices(self) -> list[torch.device]:
+        """Where each layer computes now, under a ``device_map`` in several places."""
+        return [_device_of(attention) for attention in self.attentions]
+
 
 def find_seams(model: torch.nn.Module) -> ModelSeams:
     """Find where to take hold of ``model``; changes nothing.
@@ -130,13 +135,27 @@ def find_seams(model: torch.nn.Module) -> ModelSeams:
     if cache_name is None:
         raise _missing(name, f"a cache argument of {type(base).__name__}.forward", "")
     return ModelSeams(
-        model, base, attentions, base.config, cache_name, _find_layout(name, model, config)
+        model,
+        base,
+        attentions,
+        base.config,
+        cache_name,
+        _find_layout(name, model, config, uses_sinks=any(hasattr(a, "sinks") for a in attentions)),
     )
 
 
 def spec_of(config: Any) -> ModelSpec | None:
     """Return what is declared of the architecture of a text model's config."""
     return _specs().get(config.model_type)
+
+
+def _device_of(module: torch.nn.Module) -> torch.device:
+    """Return where ``module`` computes; accelerate keeps offloaded weights elsewhere."""
+    device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+    if device.type != "meta":
+        return device
+    execution_device = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
+    return torch.device("cpu" if execution_device is None else execution_device)
 
 
 def _missing(name: str, seam: str, detail: str) -> UnsupportedModelError:
@@ -180,7 +199,7 @@ def _find_attentions(base: torch.nn.Module) -> tuple[Any, ...]:
     return tuple(sorted(found, key=lambda module: int(module.layer_idx)))
 
 
-def _find_layout(name: str, model: PreTrainedModel, config: Any) -> KVLayout:
+def _find_layout(name: str, model: PreTrainedModel, config: Any, *, uses_sinks: bool) -> KVLayout:
     """Read the layout from the layers that transformers itself would make for this config."""
     windows: list[int | None] = []
     layers = DynamicCache(config=config).layers
@@ -212,7 +231,7 @@ def _find_layout(name: str, model: PreTrainedModel, config: Any) -> KVLayout:
     if not isinstance(num_kv_heads, int) or not isinstance(head_dim, int):
         raise _missing(name, "the same number and size of heads in every layer", "")
     dtype = model.dtype if model.dtype.is_floating_point else torch.get_default_dtype()
-    return KVLayout(tuple(windows), num_kv_heads, head_dim, dtype)
+    return KVLayout(tuple(windows), num_kv_heads, head_dim, dtype, uses_sinks)
 
 
 @cache

@@ -16,15 +16,17 @@ from typing import Any
 import torch
 from transformers.generation.utils import GenerationMixin
 
-from hf_paged.cache.packed_batch import PackedBatch
+from hf_paged.cache.packed_batch import PackedBatch, PackedCache
 from hf_paged.cache.runtime import PagedRuntime
 from hf_paged.cache.step import reserve
 from hf_paged.core.allocation import NewTokens
 from hf_paged.core.interrupts import interruptible, uninterrupted
 from hf_paged.errors import KVCacheFullError
 from hf_paged.generation.compiled import CompiledForward
+from hf_paged.generation.recording import Forward
 from hf_paged.integration.attention import wants_weights
 from hf_paged.integration.fingerprint import has_dynamic_rope, has_user_hooks
+from hf_paged.integration.graphing import make_graphs, why_not_recorded
 from hf_paged.integration.model_spec import ModelSeams, spec_of
 
 __all__ = ["PackedModel"]
@@ -60,49 +62,62 @@ class PackedModel:
         self._cache_name = seams.cache_name
         self._runtime = runtime
         self._obstacle: object = _UNKNOWN
+        self._may_compile = self._may_capture = True
         self._compiled: CompiledForward | None = None
-        self._may_compile = True
         if runtime.config.compile:
             self._compiled = CompiledForward(
-                seams.model, seams.base, self._forward_eager, runtime, runtime.config.compile
+                seams.model, seams.base, self.forward_eagerly, runtime, runtime.config.compile
             )
+        self._graphs = make_graphs(seams, runtime, self._forward)
 
     def begin_call(self) -> None:
-        """Look whether what was compiled still holds; packed forwards may follow."""
+        """Look whether what was compiled or captured still holds; packed forwards may follow."""
+        if self._graphs is not None:
+            reason = why_not_recorded(self._model, self._runtime)
+            self._may_capture = reason is None
+            if reason is not None:
+                logger.info("decoding steps run without CUDA graphs: %s", reason)
+            else:
+                self._graphs.check(self._model)
         if self._compiled is not None:
             self._may_compile = not has_user_hooks(self._model)
             is_frozen = self._runtime.config.compile == "freeze"
             self._compiled.check(self._runtime.computation.fingerprint() if is_frozen else None)
 
-    def forward(
-        self,
-        batch: PackedBatch,
-        input_ids: torch.Tensor,
-        position_ids: torch.Tensor,
-        index: torch.Tensor,
-    ) -> torch.Tensor:
-        """Run the model on packed tokens, compiled if so wished.
+    def forward(self, batch: PackedBatch, device: torch.device) -> torch.Tensor:
+        """Run the model on packed tokens, as a graph or compiled if so wished.
 
         Args:
-            batch: carries the blocks.
-            input_ids: [1, N] or [N, 1].
-            position_ids: likewise.
-            index: [m], the tokens whose logits are wanted.
+            batch: brings the tokens and carries their blocks.
+            device: of the model's inputs.
 
         Returns:
-            [m, V].
+            [m, V], the logits that ``batch`` wants.
         """
-        if self._compiled is None or not self._may_compile:
-            return self._forward_eager(batch, input_ids, position_ids, index)
-        return self._compiled(batch, input_ids, position_ids, index)
+        if self._graphs is not None and self._may_capture and self._graphs.takes(batch):
+            return self._graphs(batch)
+        return self._forward(batch, *batch.send(device))
 
-    def _forward_eager(
+    def _forward(
         self,
-        batch: PackedBatch,
+        batch: PackedCache,
         input_ids: torch.Tensor,
         position_ids: torch.Tensor,
         index: torch.Tensor,
     ) -> torch.Tensor:
+        forward: Forward = self.forward_eagerly
+        if self._compiled is not None and self._may_compile:
+            forward = self._compiled
+        return forward(batch, input_ids, position_ids, index)
+
+    def forward_eagerly(
+        self,
+        batch: PackedCache,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        index: torch.Tensor,
+    ) -> torch.Tensor:
+        """Run the model's own code on packed tokens; a :data:`Forward`."""
         is_decode = input_ids.shape[1] == 1
         logits: torch.Tensor = self._model(
             input_ids=input_ids,
@@ -212,21 +227,20 @@ class PackedModel:
                         NewTokens(sequence, len(prompt[part]))
                         for sequence, prompt in zip(sequences, prompts, strict=True)
                     ]
-                    positions = [p for prompt in prompts for p in range(len(prompt))[part]]
                     allocation = runtime.scheduler.allocate(
                         functools.partial(
                             reserve, runtime, rows, hold_window=False, occasion="a comparison"
                         )
                     )
-                    batch = PackedBatch(runtime, allocation)
+                    batch = PackedBatch(
+                        runtime,
+                        allocation,
+                        [token for prompt in prompts for token in prompt[part]],
+                        [place for prompt in prompts for place in range(len(prompt))[part]],
+                    )
                     try:
                         with interruptible():
-                            logits = self._forward_eager(
-                                batch,
-                                batch.shape([t for p in prompts for t in p[part]], device=device),
-                                batch.shape(positions, device=device),
-                                torch.tensor(batch.last_token_index, device=device),
-                            )
+                            logits = self.forward_eagerly(batch, *batch.send(device))
                     finally:
                         if not batch.is_settled:
                             with runtime.lock:

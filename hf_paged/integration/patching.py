@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from hf_paged.cache.packed_batch import PackedCache
 from hf_paged.cache.runtime import (
     PagedRuntime,
     find_runtime,
@@ -78,6 +79,7 @@ def patch(
     max_batch_tokens: int | None = None,
     swap_memory: KVMemory | None = None,
     compile: bool | str = False,
+    cuda_graphs: bool | str = "auto",
     packed_hooks: bool = False,
     verify: str | bool = "auto",
     debug: bool = False,
@@ -109,6 +111,10 @@ def patch(
             on disk). True: changes of weights are seen. "freeze": weights are packed for
             inference once, a second copy, and again when they have changed. Where nothing can be
             compiled (no C++ compiler, hooks of yours, autocast) one warning says so.
+        cuda_graphs: run decoding steps of packed calls as CUDA graphs, captured when a number of
+            rows and a length come for the second time. "auto": where the model is on one CUDA
+            device and backend and model can be captured; what keeps them from it is logged once.
+            True: raise instead. Their memory is outside of ``kv_memory``.
         packed_hooks: compute live tokens only, even if the model carries hooks of yours. They
             then see prompts end to end in [1, N] instead of padded rows, and rows that leave.
         verify: whether rows may lie end to end in one forward is known of some architectures; of
@@ -133,6 +139,7 @@ def patch(
         max_batch_tokens=max_batch_tokens,
         swap_memory=swap_memory,
         compile=compile,
+        cuda_graphs=cuda_graphs,
         packed_hooks=packed_hooks,
         verify=verify,
         debug=debug,
@@ -149,7 +156,10 @@ def patch(
     device = next(seams.base.parameters()).device
     if device.type == "meta":
         device = torch.device("cpu")
-    runtime = PagedRuntime(config, seams.layout, device, ModelComputation(seams))
+    runtime = PagedRuntime(
+        config, seams.layout, device, ModelComputation(seams), seams.layer_devices
+    )
+    packed_model = PackedModel(seams, runtime)
     attention.register()
     view = config_view(seams.config, runtime)
     taken_over: tuple[Any, ...] = (seams.base, *seams.attentions)
@@ -158,9 +168,9 @@ def patch(
     seams.base.__class__ = _paged_base_class(seams, runtime)
     seams.model.__class__ = _paged_model_class(seams)
     register_runtime(seams.model, runtime)
-    runtime.packed_model = PackedModel(seams, runtime)
+    runtime.packed_model = packed_model
     if verify is True:
-        runtime.packed_model.obstacle()
+        packed_model.obstacle()
     return model
 
 
@@ -209,6 +219,7 @@ def _paged_model_class(seams: ModelSeams) -> type:
 def _paged_base_class(seams: ModelSeams, runtime: PagedRuntime) -> type:
     cls = type(seams.base)
     signature = inspect.signature(cls.forward)
+    own_warning: Any = cls.warn_if_padding_and_no_attention_mask
     cache_name = seams.cache_name
 
     @functools.wraps(cls.forward)
@@ -252,8 +263,17 @@ def _paged_base_class(seams: ModelSeams, runtime: PagedRuntime) -> type:
             raise AttributeError("forward")
         del self.__dict__["forward"]
 
+    def warn_if_padding_and_no_attention_mask(
+        self: Any, input_ids: Any, attention_mask: Any
+    ) -> None:
+        # Packed tokens have no mask and no padding, and looking at them waits for the device.
+        step = CURRENT_STEP.get()
+        if step is None or not isinstance(step.cache, PackedCache):
+            own_warning(self, input_ids, attention_mask)
+
     forward._hf_paged = True  # type: ignore[attr-defined]
     namespace = _stand_in(cls) | {
+        "warn_if_padding_and_no_attention_mask": warn_if_padding_and_no_attention_mask,
         # A data descriptor: it comes before an instance attribute such as accelerate's hook sets.
         "forward": property(get_forward, set_forward, delete_forward),
     }

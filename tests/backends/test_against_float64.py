@@ -14,11 +14,13 @@ import torch
 
 from backends.dense_oracle import dense_attention, relative_error
 from backends.paged_batch import PagedBatch, random_rows
-from hf_paged.backends.registry import backend_names, create_backend
+from hf_paged.backends.registry import available_backends, create_backend
 from hf_paged.backends.torch_gather import QUERY_CHUNK
 
 pytestmark = pytest.mark.core_suite
 
+CPU = torch.device("cpu")
+BACKENDS = [name for name, reason in available_backends(CPU).items() if reason is None]
 POISONS = [torch.nan, 1e30]
 WINDOWS = [None, 1, 3, 8, 1000]
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -28,9 +30,9 @@ PREFILL = [(0, 11), (5, 4), (16, 3), (0, 1), (13, 1), (2, 9)]
 SHAPES = pytest.mark.parametrize("lens", [DECODE, PREFILL], ids=["decode", "prefill"])
 
 
-@pytest.fixture(params=backend_names())
+@pytest.fixture(params=BACKENDS)
 def backend(request: pytest.FixtureRequest) -> Any:
-    return create_backend(request.param, torch.device("cpu"))
+    return create_backend(request.param, CPU)
 
 
 def check(

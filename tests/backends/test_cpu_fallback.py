@@ -133,5 +133,5 @@ def test_blocks_of_float64_are_written_gathered_and_copied() -> None:
     assert torch.equal(value, row.value)
     source = slots[:1] // 4
     target = torch.tensor([next(b for b in range(6) if b not in slots // 4)])
-    batch.backend.copy_blocks(batch.view, source, target)
+    batch.backend.copy_blocks(batch.view.key_cache, source, target)
     assert torch.equal(batch.view.key_cache[target], batch.view.key_cache[source])

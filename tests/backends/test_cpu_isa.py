@@ -106,7 +106,7 @@ def test_the_kernels_are_those_of_the_forced_instruction_set(
     monkeypatch.setenv(native.ISA_VARIABLE, isa)
     batch = PagedBatch(random_rows([(5, 1), (0, 3)]), create_backend("cpu", CPU), 4)
     batch.forward()
-    batch.backend.copy_blocks(batch.view, torch.tensor([0]), torch.tensor([1]))
+    batch.backend.copy_blocks(batch.view.key_cache, torch.tensor([0]), torch.tensor([1]))
     assert set(called) == {(isa, name) for name in KERNELS}
 
 

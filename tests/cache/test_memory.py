@@ -227,6 +227,7 @@ def test_the_block_size_suits_the_backend(monkeypatch: pytest.MonkeyPatch) -> No
     assert make_runtime(num_blocks=4).block_size == 16
     assert make_runtime(num_blocks=4, block_size=2).block_size == 2
     monkeypatch.setattr(TorchGatherBackend, "block_size_multiple", 64)
+    monkeypatch.setattr(TorchGatherBackend, "default_block_size", 64)
     assert make_runtime(num_blocks=4, backend="torch").block_size == 64
     assert make_runtime(num_blocks=4, backend="torch", block_size=128).block_size == 128
     with pytest.raises(ConfigurationError) as raised:

@@ -13,6 +13,7 @@ import torch
 
 from hf_paged.backends.base import LayerView
 from hf_paged.backends.registry import create_backend
+from hf_paged.backends.triton import TritonBackend
 from hf_paged.cache.layout import KVLayout
 from hf_paged.cache.storage import KVStorage
 from hf_paged.errors import UnsupportedModelError
@@ -148,17 +149,85 @@ def test_fits_compares_dtype_and_shape_with_what_is_there(
 # -- blocks ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", ["torch", "torch_reference"])
+@pytest.mark.parametrize("backend", ["torch", "torch_reference", "block-major"])
 def test_copy_blocks_in_every_layer(backend: str) -> None:
-    storage = make_storage(8, backend=backend)
+    storage = make_block_major(8) if backend == "block-major" else make_storage(8, backend=backend)
     everything = [cache for layer in (0, 1) for cache in caches(storage, layer)]
     for cache in everything:
         cache.normal_()
     before = [cache.clone() for cache in everything]
     storage.copy_blocks([])
-    storage.copy_blocks([(0, 3), (7, 1), (3, 0)])
+    storage.copy_blocks([(4, 3), (7, 1), (5, 0)])
     for cache, old in zip(everything, before, strict=True):
-        assert torch.equal(cache, old[[3, 7, 2, 0, 4, 5, 6, 7, 8]])
+        assert torch.equal(cache, old[[5, 7, 2, 4, 4, 5, 6, 7, 8]])
+
+
+# -- block-major ---------------------------------------------------------------------------------
+
+
+def make_block_major(
+    num_blocks: int = 8,
+    windows: tuple[int | None, ...] = (None, None),
+    layer_devices: list[torch.device] | None = None,
+) -> KVStorage:
+    layout = KVLayout(windows, 2, 8, torch.float32)
+    return KVStorage(TritonBackend(), layout, num_blocks, 4, layer_devices)
+
+
+def test_a_block_is_one_run_of_memory_with_all_layers_in_it() -> None:
+    storage = make_block_major()
+    (tensor,) = (storage.view(1, states(2, 8), states(2, 6)), *storage.tensors())[1:]
+    assert tensor.shape == (9, 2 * 4 * 2 * (8 + 6))
+    views = [storage.view(layer, states(2, 8), states(2, 6)) for layer in (0, 1)]
+    assert len(storage.tensors()) == 1, "the second layer was planned for"
+    for view in views:
+        assert view.key_cache.shape == (9, 4, 2, 8)
+        assert view.value_cache.shape == (9, 4, 2, 6)
+        assert view.key_cache.stride()[1:] == (16, 8, 1)
+    starts = [
+        (cache.data_ptr() - tensor.data_ptr()) // 4
+        for view in views
+        for cache in (view.key_cache, view.value_cache)
+    ]
+    assert starts == [0, 64, 112, 176]
+    for number, view in enumerate(views):
+        view.key_cache[3], view.value_cache[3] = 2 * number, 2 * number + 1
+    runs = torch.unique_consecutive(tensor[3], return_counts=True)
+    assert [run.tolist() for run in runs] == [[0, 1, 2, 3], [64, 48, 64, 48]]
+
+
+def test_groups_share_the_lanes_of_a_block() -> None:
+    storage = make_block_major(windows=(8, None, 8, None))
+    views = [storage.view(layer, states(), states()) for layer in range(4)]
+    assert views[0] is views[1] and views[2] is views[3]
+    assert storage.tensors()[0].shape == (9, 2 * 2 * 4 * 2 * 8)
+
+
+def test_each_device_holds_its_layers_alone() -> None:
+    """A ``device_map`` over two devices; the second one is meta, which has shapes and no memory."""
+    cpu, meta = torch.device("cpu"), torch.device("meta")
+    storage = make_block_major(windows=(None,) * 3, layer_devices=[cpu, meta, meta])
+    storage.view(0, states(), states())
+    assert [t.shape for t in storage.tensors()] == [(9, 128)]
+    storage.view(2, states().to(meta), states().to(meta))
+    storage.view(1, states().to(meta), states().to(meta))
+    assert [(t.device, t.shape) for t in storage.tensors()] == [(cpu, (9, 128)), (meta, (9, 256))]
+    storage.view(1, states(), states())  # the layer was moved
+    assert [(t.device, t.shape) for t in storage.tensors()][2:] == [(cpu, (9, 128))]
+
+
+def test_poison_and_clear_reach_all_of_a_block() -> None:
+    storage = make_block_major()
+    storage.poison([2])
+    key_cache, value_cache = caches(storage)
+    storage.poison([5])
+    (tensor,) = storage.tensors()
+    assert tensor.isnan().all(1).nonzero()[:, 0].tolist() == [2, 5]
+    assert not tensor[[0, 1, 3, 4, 6, 7, 8]].isnan().any()
+    generation = storage.generation
+    storage.clear()
+    assert storage.tensors() == [] and storage.generation == generation + 1
+    del key_cache, value_cache
 
 
 def test_poison_fills_the_given_blocks_in_every_layer() -> None:

@@ -55,7 +55,7 @@ def pieces(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def compiled_forward(model: Any, mode: Any = True) -> CompiledForward:
     runtime = runtime_of(model)
     base = model.get_decoder()
-    forward = CompiledForward(model, base, runtime.packed_model.forward, runtime, mode)
+    forward = CompiledForward(model, base, runtime.packed_model.forward_eagerly, runtime, mode)
     forward.check(runtime.computation.fingerprint())
     return forward
 
@@ -81,17 +81,9 @@ class Rows:
             for sequence, ids in zip(self.sequences, tokens, strict=True)
         ]
         allocation = reserve(self.runtime, new, hold_window=False, occasion="a test")
-        self.batch = PackedBatch(self.runtime, allocation)
         positions = [p for row in allocation.rows for p in range(row.start, row.end)]
-        device = torch.device("cpu")
-        return self.forward(
-            self.batch,
-            self.batch.shape([*chain(*tokens)], device=device),
-            self.batch.shape(positions, device=device),
-            torch.tensor(
-                self.batch.last_token_index if wanted is None else wanted, dtype=torch.int64
-            ),
-        )
+        self.batch = PackedBatch(self.runtime, allocation, [*chain(*tokens)], positions, wanted)
+        return self.forward(self.batch, *self.batch.send(torch.device("cpu")))
 
     def greedy(self, num_tokens: int = 6) -> tuple[list[list[int]], torch.Tensor]:
         """Return the ids chosen and the logits of every step; give the blocks back."""
@@ -113,7 +105,9 @@ def assert_same_tokens(
     model: Any, forward: CompiledForward, batches: tuple[tuple[int, ...], ...] = BATCHES[:1]
 ) -> None:
     for lengths in batches:
-        expected, logits = Rows(model, runtime_of(model).packed_model.forward, lengths).greedy()
+        expected, logits = Rows(
+            model, runtime_of(model).packed_model.forward_eagerly, lengths
+        ).greedy()
         chosen, compiled_logits = Rows(model, forward, lengths).greedy()
         assert chosen == expected
         torch.testing.assert_close(compiled_logits, logits, atol=1e-3, rtol=1e-4)
@@ -195,7 +189,7 @@ def test_a_changed_setting_is_recorded_anew(pieces: list[Any]) -> None:
 @pytest.mark.parametrize("wanted", [[], [0], [5, 1], [2, 2, 7]], ids=str)
 def test_any_tokens_logits_may_be_wanted(wanted: list[int], pieces: list[Any]) -> None:
     with patched(build("gpt2")) as model:
-        every = Rows(model, runtime_of(model).packed_model.forward, (8,))
+        every = Rows(model, runtime_of(model).packed_model.forward_eagerly, (8,))
         expected = every.feed(every.prompts, list(range(8)))[wanted]
         rows = Rows(model, compiled_forward(model), (8,))
         torch.testing.assert_close(rows.feed(rows.prompts, wanted), expected)
@@ -264,7 +258,7 @@ from reference import patched
 from tiny_models import build
 with torch.no_grad(), patched(build("gpt2")) as model:
     forward = compiled_forward(model)
-    expected, _ = Rows(model, runtime_of(model).packed_model.forward, (9, 3)).greedy(3)
+    expected, _ = Rows(model, runtime_of(model).packed_model.forward_eagerly, (9, 3)).greedy(3)
     for _ in range(2):
         forward.check(None)
         assert Rows(model, forward, (9, 3)).greedy(3)[0] == expected

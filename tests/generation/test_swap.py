@@ -8,6 +8,8 @@ import pytest
 import torch
 
 import hf_paged
+from delayed_stream import DelayedStream
+from hf_paged.cache import block_file
 from hf_paged.errors import ConfigurationError
 from reference import patched, seeded
 from tiny_models import build, ragged_batch
@@ -43,6 +45,24 @@ def test_blocks_come_back(family: str, prefix_caching: bool) -> None:
     live = 8 + 11 + 6 + 3 * 89
     assert computed["1MiB"] == live
     assert computed[None] >= live
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_blocks_come_back_from_copies_that_are_late(
+    debug: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A block that gives way is another row's in the same step, while it is still being copied."""
+    stream = DelayedStream()
+    monkeypatch.setattr(block_file, "copy_stream", lambda device: stream)
+    model, batch = build("llama"), ragged_batch((8, 11, 6))
+    model.generation_config.eos_token_id = None
+    options: dict[str, Any] = dict(max_new_tokens=90, do_sample=True, pad_token_id=0)
+    expected = seeded(lambda: model.generate(**batch.inputs, **options))
+    with patched(model, num_blocks=58, swap_memory="1MiB", prefix_caching=False, debug=debug):
+        assert torch.equal(seeded(lambda: model.generate(**batch.inputs, **options)), expected)
+        stats = hf_paged.stats(model)
+        assert stats.swapped_in_blocks > 0
+        assert stats.computed_tokens == 8 + 11 + 6 + 3 * 89
 
 
 def test_too_little_room_means_computing_again() -> None:

@@ -10,7 +10,7 @@ import torch
 
 import hf_paged
 from hf_paged.backends import native
-from hf_paged.backends.registry import backend_names
+from hf_paged.backends.registry import available_backends
 from hf_paged.errors import ConfigurationError
 from reference import patched, seeded
 from tiny_models import FAMILIES, build, ragged_batch
@@ -24,7 +24,11 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "sampling": dict(max_new_tokens=12, do_sample=True, num_return_sequences=2),
     "chunked_prefill": dict(max_new_tokens=12, prefill_chunk_size=5),
 }
-BACKENDS = [name for name in backend_names() if name != "cpu"]
+BACKENDS = [
+    name
+    for name, reason in available_backends(torch.device("cpu")).items()
+    if name != "cpu" and reason is None
+]
 
 
 @functools.cache
