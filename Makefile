@@ -36,6 +36,7 @@ lint: $(VENV)/.stamp-dev
 figures: $(VENV)/.stamp-test
 	$(BIN)/python benchmarks/figures.py
 	$(BIN)/hf-paged simulate --plot docs/figures/allocators.png
+	$(BIN)/python examples/beam_search.py --picture docs/figures/beams.png
 
 dev: $(VENV)/.stamp-dev
 

@@ -7,6 +7,8 @@ The data come from:
     python benchmarks/memory/run.py --json benchmarks/results/memory_smollm2.json
     python benchmarks/memory/run.py --model tiny --variants patched --workloads one ten beams long \
         --block-size 1 4 8 16 32 64 128 --budget 0 --json benchmarks/results/memory_block_sizes.json
+    OMP_WAIT_POLICY=passive python benchmarks/end_to_end/generate.py --dtype float32 --repeats 3 \
+        --suite rows1,rows2,rows4,rows8,rows16,rows32 --json benchmarks/results/generate_rows.json
 """
 
 from __future__ import annotations
@@ -245,10 +247,41 @@ def waste_by_block_size(data: dict[str, Any], file: Path) -> None:
     finish(figure, file, where(data))
 
 
+def throughput(data: dict[str, Any], file: Path) -> None:
+    """New tokens per second against the number of rows."""
+    figure, axes = plt.subplots(figsize=(6.8, 3.9), layout="constrained")
+    figure.get_layout_engine().set(rect=(0, 0.04, 1, 0.96))
+    names = {"unpatched": "dynamic", "generate_batch": "continuous", "patched": "patched"}
+    for variant, name in names.items():
+        style = STYLES[name]
+        found = [r for r in data["results"] if r["variant"] == variant and r["status"] == "ok"]
+        axes.plot(
+            [result["rows"] for result in found],
+            [result["tokens_per_s"] for result in found],
+            color=style["color"],
+            marker=style["marker"],
+            markersize=5,
+            linewidth=1.8,
+            label=style["label"],
+        )
+    ticks = sorted({result["rows"] for result in data["results"]})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ticks, [str(tick) for tick in ticks])
+    axes.minorticks_off()
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("rows (prompts of 64 to 256 tokens, 32 new ones each)")
+    axes.set_ylabel("new tokens per second, prompts included")
+    axes.set_title("Throughput against concurrency")
+    axes.legend(loc="upper left", fontsize=8.5)
+    axes.grid(color="#dddddd", linewidth=0.7)
+    finish(figure, file, where(data))
+
+
 FIGURES: dict[str, tuple[str, Callable[[dict[str, Any], Path], None]]] = {
     "memory_multiples.png": ("memory_smollm2.json", multiples),
     "memory_capacity.png": ("memory_smollm2.json", capacity),
     "memory_peaks.png": ("memory_smollm2.json", peaks),
+    "throughput.png": ("generate_rows.json", throughput),
     "memory_block_size.png": ("memory_block_sizes.json", waste_by_block_size),
 }
 

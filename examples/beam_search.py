@@ -1,6 +1,7 @@
 """Beam search: beams copy tables of block ids where they used to copy keys and values.
 
     python examples/beam_search.py [--model ID_OR_FOLDER] [--max-new-tokens 40] [--num-beams 4]
+                                   [--picture pool.png]
 
 Beams that have a past in common share its blocks. The exit code is 1 if tokens or scores differ
 from those of the unpatched model, or if the beams take as much memory as separate ones.
@@ -25,6 +26,7 @@ def main() -> int:
     parser.add_argument("--model", help="hub id or folder (default: SmolLM2-135M-Instruct)")
     parser.add_argument("--max-new-tokens", type=int, default=40, metavar="N")
     parser.add_argument("--num-beams", type=int, default=4, metavar="N")
+    parser.add_argument("--picture", metavar="FILE", help="draw the pool as the beams leave it")
     args = parser.parse_args()
 
     model, tokenizer = load(args.model)
@@ -43,6 +45,8 @@ def main() -> int:
 
     hf_paged.patch(model)
     output = model.generate(**inputs, **options)
+    if args.picture:
+        hf_paged.plot_pool(model).save(args.picture)
     output[CACHE_NAME].release()
     stats = hf_paged.stats(model)
 

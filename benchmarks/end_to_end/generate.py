@@ -13,7 +13,10 @@ a user.
     shared   32 prompts of 512 in common and 32 own     single   one prompt of 128
     nsample  16 samples of one prompt of 512            beam     4 prompts of 256, 8 beams each
 
-each continued by 64 tokens. Figures, medians over the repeats:
+each continued by 64 tokens. Only if named: rows1, rows2, rows4, ... rows32, so many prompts of 64
+to 256 tokens, each continued by 32, for tokens/s against concurrency.
+
+Figures, medians over the repeats:
 
     tokens/s     new tokens of all returned rows, over the time of the whole call
     first token  until every row has its first token: the time of a call of its own with
@@ -54,7 +57,7 @@ from contenders import NAMES, make
 from report import tables
 from rich.console import Console
 from run import machine
-from suites import SUITES, scale_by
+from suites import CONCURRENCY, SUITES, scale_by
 from tqdm import tqdm
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -101,7 +104,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--model", choices=("smollm2", "tiny"), default="smollm2")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
-    parser.add_argument("--suite", type=comma_separated(SUITES), default=list(SUITES))
+    parser.add_argument("--suite", type=comma_separated(SUITES | CONCURRENCY), default=list(SUITES))
     parser.add_argument("--variants", type=comma_separated(NAMES), default=list(NAMES))
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--scale", type=float, default=1.0, help="of rows, tokens and beams")
@@ -132,6 +135,7 @@ def main() -> int:
         for contender in contenders.values():
             compile_layers(contender.model)
     token_bytes = models.token_bytes(model)
+    builders = SUITES | CONCURRENCY
     data: dict[str, Any] = {
         "machine": machine(arguments.threads)
         | {
@@ -152,7 +156,7 @@ def main() -> int:
     del model
     with tqdm(unit="run") as progress:
         comparisons = [
-            Comparison(SUITES[name](text, scale_by(arguments.scale)), contenders, token_bytes)
+            Comparison(builders[name](text, scale_by(arguments.scale)), contenders, token_bytes)
             for name in arguments.suite
         ]
         progress.total = sum(one.num_runs(arguments.repeats) for one in comparisons)

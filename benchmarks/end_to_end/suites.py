@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 
 from distinct_tokens import num_distinct_tokens
 from workloads import Tokens, Workload, windows
@@ -60,9 +61,19 @@ def beam(text: Tokens, scale: Scale) -> Workload:
     return Workload("beam", title, prompts, scale(64), num_beams=beams)
 
 
+def rows(count: int, text: Tokens, scale: Scale) -> Workload:
+    lengths = random.Random(0)
+    prompts = windows(text, [scale(lengths.randint(64, 256)) for _ in range(count)])
+    return Workload(f"rows{count}", f"{count} prompts of 64 to 256", prompts, scale(32))
+
+
 SUITES: dict[str, Callable[[Tokens, Scale], Workload]] = {
     build.__name__: build for build in (ragged, shared, nsample, long, single, beam)
 }
+CONCURRENCY: dict[str, Callable[[Tokens, Scale], Workload]] = {
+    f"rows{count}": partial(rows, count) for count in (1, 2, 4, 8, 16, 32)
+}
+"""One kind of rows, more and more of them: for tokens/s against concurrency."""
 
 
 def num_rows(work: Workload) -> int:

@@ -78,15 +78,30 @@ class Recorder:
         self.ideal_tokens = max(self.ideal_tokens, num_distinct_tokens([*rows, *self.others]))
         return scores
 
+    def process_later(self, sequences: torch.Tensor) -> None:
+        """Look at the tokens of every step when all are there."""
+        for num_columns in range(self._columns, sequences.shape[1]):
+            self.process(sequences[:, :num_columns], sequences)
+
     def stop(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         new = input_ids.shape[1] - self._columns
         return torch.tensor([new >= length for length in self._answers or ()])
 
 
 def call(
-    model: Any, work: Workload, prompts: list[Tokens], recorder: Recorder, **options: Any
+    model: Any,
+    work: Workload,
+    prompts: list[Tokens],
+    recorder: Recorder,
+    *,
+    watches: bool = True,
+    **options: Any,
 ) -> Any:
-    """Call `generate()` for left-padded prompts."""
+    """Call `generate()` for left-padded prompts.
+
+    Args:
+        watches: look at every step and ask for the cache; else only for the tokens, as most do.
+    """
     columns = max(map(len, prompts))
     ids = torch.tensor([[0] * (columns - len(prompt)) + prompt for prompt in prompts])
     mask = torch.tensor([[0] * (columns - len(p)) + [1] * len(p) for p in prompts])
@@ -94,6 +109,8 @@ def call(
         options["stopping_criteria"] = [recorder.stop]
     if work.prefill_chunk_size:
         options["prefill_chunk_size"] = work.prefill_chunk_size
+    if watches:
+        options |= {"logits_processor": [recorder.process], "return_dict_in_generate": True}
     torch.manual_seed(0)
     return model.generate(
         ids,
@@ -104,8 +121,6 @@ def call(
         do_sample=work.num_samples > 1,
         eos_token_id=-1,
         pad_token_id=0,
-        logits_processor=[recorder.process],
-        return_dict_in_generate=True,
         **options,
     )
 
@@ -185,7 +200,13 @@ def patched(model: Any, work: Workload, settings: Settings) -> Taken:
     """By default the pool may take half of what is free."""
     num_blocks = num_blocks_for(work, settings.block_size) if settings.is_sized else None
     hf_paged.patch(model, block_size=settings.block_size, num_blocks=num_blocks)
-    caches, recorder = generate(model, work, lambda _: None)
+    caches: list[Any] = []
+    if work.turns or work.num_beams > 1:  # the tokens of beams that were given up are not returned
+        caches, recorder = generate(model, work, lambda _: None)
+    else:
+        recorder = Recorder(work.prompts, work.num_samples, work.answer_lengths)
+        sequences = call(model, work, work.prompts, recorder, watches=False)
+        recorder.process_later(sequences)
     stats = hf_paged.stats(model)
     for cache in caches:
         cache.release()
