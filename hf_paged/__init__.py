@@ -8,6 +8,7 @@ those of the unpatched model.
 """
 
 from hf_paged import errors
+from hf_paged.backends.registry import available_backends
 from hf_paged.cache.paged_cache import PagedCache
 from hf_paged.cache.pool_view import PoolView
 from hf_paged.cache.stats import KVCacheStats
@@ -32,6 +33,7 @@ __all__ = [
     "PoolView",
     "RequestOutput",
     "__version__",
+    "available_backends",
     "clear_prefix_cache",
     "errors",
     "generate_batch",

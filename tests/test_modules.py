@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import importlib
 import pkgutil
+from typing import Any
 
 import pytest
 
@@ -28,9 +29,15 @@ def test_the_list_of_modules_is_whole() -> None:
     )
 
 
+def load(name: str) -> Any:
+    if name == "hf_paged.backends.triton_kernels":
+        pytest.importorskip("triton")
+    return importlib.import_module(name)
+
+
 @pytest.mark.parametrize("name", module_names())
 def test_all_names_things_that_exist_once(name: str) -> None:
-    module = importlib.import_module(name)
+    module = load(name)
     assert module.__doc__
     exported = getattr(module, "__all__", [])
     assert len(set(exported)) == len(exported)
@@ -39,4 +46,4 @@ def test_all_names_things_that_exist_once(name: str) -> None:
 
 @pytest.mark.parametrize("name", module_names())
 def test_examples_in_docstrings_run(name: str) -> None:
-    assert doctest.testmod(importlib.import_module(name)).failed == 0
+    assert doctest.testmod(load(name)).failed == 0

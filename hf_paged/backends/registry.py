@@ -48,11 +48,23 @@ def backend_names() -> tuple[str, ...]:
     return tuple(_BACKENDS)
 
 
-def available_backends(device: torch.device) -> dict[str, str | None]:
-    """Return every registered name with the reason why it cannot run on ``device``, None: it can.
+def available_backends(device: torch.device | str | None = None) -> dict[str, str | None]:
+    """Return the name of every backend with the reason why it cannot run, None where it can.
 
     A setting that no backend can follow (``HF_PAGED_CPU_ISA``) is such a reason, too.
+
+    Example:
+        >>> available_backends("cpu")["torch"] is None
+        True
+        >>> available_backends("cpu")["flash_attn"]
+        'it computes on a CUDA device only'
+
+    Args:
+        device: where it would run; None: the current CUDA device if there is one, else the CPU.
     """
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(device)
     reasons: dict[str, str | None] = {}
     for name, backend in _BACKENDS.items():
         try:

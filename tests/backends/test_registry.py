@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from backends.paged_batch import PagedBatch, random_rows
+import hf_paged
 from hf_paged.backends import registry
 from hf_paged.backends.registry import available_backends, backend_names, create_backend
 from hf_paged.backends.torch_gather import TorchGatherBackend
@@ -69,6 +70,15 @@ def test_auto_passes_over_what_cannot_run(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setitem(registry._BACKENDS, "unavailable", Unavailable)
     monkeypatch.setattr(registry, "_AUTO_ORDER", {"cpu": ("unavailable", "torch")})
     assert create_backend("auto", CPU).name == "torch"
+
+
+def test_available_backends_of_this_machine() -> None:
+    reasons = hf_paged.available_backends()
+    assert reasons == available_backends("cpu") == available_backends(CPU)
+    assert tuple(reasons) == backend_names()
+    assert reasons["torch"] is reasons["torch_reference"] is None
+    for name in ("flash_attn", "flash_attn_3", "triton"):
+        assert "CUDA device" in str(reasons[name])
 
 
 CUDA_ORDER = ["flash_attn_3", "flash_attn", "triton", "torch"]
