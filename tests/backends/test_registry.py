@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from backends.paged_batch import PagedBatch, random_rows
 import hf_paged
+from backends.paged_batch import PagedBatch, random_rows
 from hf_paged.backends import registry
 from hf_paged.backends.registry import available_backends, backend_names, create_backend
 from hf_paged.backends.torch_gather import TorchGatherBackend
