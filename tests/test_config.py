@@ -169,6 +169,7 @@ def test_defaults_are_those_of_patch() -> None:
         max_batch_tokens=None,
         swap_memory=None,
         compile=False,
+        cuda_graphs="auto",
         packed_hooks=False,
         verify="auto",
         debug=False,

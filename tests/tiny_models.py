@@ -38,12 +38,15 @@ _BASE: dict[str, Any] = dict(
     eos_token_id=2,
 )
 _SPECIAL: dict[str, Any] = dict(vocab_size=128, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+_UNTIED: dict[str, Any] = dict(tie_word_embeddings=False)
+"""Where tied embeddings would repeat the last token, whatever attention brings."""
 _SLIDING = ["sliding_attention", "full_attention"] * 2
 
 CONFIGS: dict[str, Any] = {
     "llama": LlamaConfig(**_BASE),
     "opt": OPTConfig(
         **_SPECIAL,
+        **_UNTIED,
         hidden_size=32,
         ffn_dim=64,
         num_hidden_layers=3,
@@ -60,8 +63,10 @@ CONFIGS: dict[str, Any] = {
         max_window_layers=2,
     ),
     "qwen3": Qwen3Config(**_BASE, head_dim=16),
-    "gemma2": Gemma2Config(**_BASE, head_dim=8, sliding_window=8, layer_types=_SLIDING),
-    "gemma3": Gemma3TextConfig(**_BASE, head_dim=8, sliding_window=8, layer_types=_SLIDING),
+    "gemma2": Gemma2Config(**_BASE, **_UNTIED, head_dim=8, sliding_window=8, layer_types=_SLIDING),
+    "gemma3": Gemma3TextConfig(
+        **_BASE, **_UNTIED, head_dim=8, sliding_window=8, layer_types=_SLIDING
+    ),
     "phi3": Phi3Config(**_BASE, sliding_window=8),
     "gpt2": GPT2Config(**_SPECIAL, n_embd=32, n_layer=3, n_head=4, n_positions=256, n_inner=64),
 }

@@ -103,7 +103,7 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"block_size": 0}, "block_size"),
     ({"block_size": 3}, "block_size"),
     ({"block_size": 15.5}, "block_size"),
-    ({"backend": "abacus"}, "'auto', 'cpu', 'torch'"),
+    ({"backend": "abacus"}, "'auto', 'cpu', 'flash_attn_3'"),
 ]
 
 

@@ -26,6 +26,7 @@ def test_public_names_exist_and_are_documented() -> None:
         "PoolView",
         "RequestOutput",
         "__version__",
+        "available_backends",
         "clear_prefix_cache",
         "errors",
         "generate_batch",
