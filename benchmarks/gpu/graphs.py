@@ -21,14 +21,14 @@ from hf_paged.backends.triton import TritonBackend
 from hf_paged.cache.runtime import runtime_of
 from hf_paged.cache.step_metadata import StepMetadata
 from hf_paged.cache.upload import send, size_of
-from hf_paged.generation import decode_graphs
+from hf_paged.generation import device_graph
 from hf_paged.integration import graphing
 
 BLOCK_SIZE, NUM_ROWS = 16, 8
 
 
 class Rerun:
-    """Implements :class:`hf_paged.generation.decode_graphs.DeviceGraph` by running again."""
+    """Implements :class:`hf_paged.generation.device_graph.DeviceGraph` by running again."""
 
     def __init__(self, *_: object) -> None:
         self._function: Callable[[], torch.Tensor] | None = None
@@ -51,7 +51,7 @@ def graphs_possible(machine: Machine) -> Iterator[None]:
         yield
         return
     with (
-        mock.patch.object(decode_graphs, "make_graph", Rerun),
+        mock.patch.object(device_graph, "make_graph", Rerun),
         mock.patch.object(graphing, "GRAPH_DEVICE_TYPES", frozenset({"cpu"})),
     ):
         yield
@@ -102,7 +102,7 @@ def replays(machine: Machine) -> str:
     layer()  # kernels are compiled
     before = pool.clone()
     with graphs_possible(machine):
-        graph = decode_graphs.make_graph(device, None)
+        graph = device_graph.make_graph(device, device_graph.make_pool(device))
     out = graph.capture(layer)
     found = out.new_empty(num_replays, *out.shape)
     pool.copy_(before)

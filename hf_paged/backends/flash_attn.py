@@ -296,6 +296,8 @@ class FlashAttnBackend(AttentionBackend):
         hides = window is not None and window < longest
         left = window - 1 if window is not None and hides else -1
         if most_new == 1:
+            if self.batch_invariant and window is not None:
+                left = window - 1  # whatever the longest neighbour is, or may be in a graph
             return _Plan("uniform", 1, longest, left)
         if seq_lens == query_lens:
             return _Plan("dense", most_new, longest, left)
@@ -417,7 +419,7 @@ def _split_by_kind(metadata: AttentionMetadata, window: int | None) -> list[_Par
     for row, (seq_len, query_len) in enumerate(zip(seq_lens, query_lens, strict=True)):
         is_single = query_len == 1
         is_fresh = seq_len == query_len and not is_single
-        is_hidden = window is not None and seq_len > window
+        is_hidden = window is not None and seq_len > window and not is_single
         rows_of.setdefault((is_single, is_fresh, is_hidden), []).append(row)
     if len(rows_of) == 1:
         return None

@@ -45,18 +45,3 @@ class AttentionMetadata:
     def is_decode(self) -> bool:
         """Whether every row has one new token."""
         return all(query_len == 1 for query_len in self.query_lens_list)
-
-    def to(self, device: torch.device) -> AttentionMetadata:
-        """Return the same on ``device``; the object itself if it is there already."""
-        if self.block_tables.device == device:
-            return self
-        return AttentionMetadata(
-            self.block_size,
-            self.null_block,
-            self.block_tables.to(device),
-            self.seq_lens.to(device),
-            self.cu_seqlens_q.to(device),
-            self.slot_mapping.to(device),
-            self.seq_lens_list,
-            self.query_lens_list,
-        )

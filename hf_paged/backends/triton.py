@@ -46,6 +46,8 @@ class TritonBackend(AttentionBackend):
             return "the package triton, which torch brings for CUDA on Linux, is not installed"
         if interprets:
             return None
+        if torch.version.hip is not None:
+            return "its kernels are made for CUDA, and this is a build for ROCm"
         if not torch.cuda.is_available():
             return "torch finds no CUDA device"
         return LIMITS.refuse_capability(torch.cuda.get_device_capability(device))

@@ -791,9 +791,9 @@ def _copy_kernel(
     num_elements,
     CHUNK: tl.constexpr,
 ):
-    """Grid (pairs, chunks of a block)."""
-    pair = tl.program_id(0).to(tl.int64)
-    elements = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
+    """Grid (chunks of a block, pairs)."""
+    pair = tl.program_id(1).to(tl.int64)
+    elements = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     is_element = elements < num_elements
     source_block = tl.load(source + pair * source_stride)
     target_block = tl.load(target + pair * target_stride)
@@ -814,7 +814,7 @@ def copy_blocks(cache: torch.Tensor, source: torch.Tensor, target: torch.Tensor)
     blocks = cache.view(cache.shape[0], -1)  # raises where a block is not contiguous
     num_elements = blocks.shape[1]
     with torch.cuda.device_of(cache):
-        _copy_kernel[(source.shape[0], triton.cdiv(num_elements, COPY_CHUNK))](
+        _copy_kernel[(triton.cdiv(num_elements, COPY_CHUNK), source.shape[0])](
             blocks,
             source,
             target,

@@ -81,6 +81,9 @@ class PackedForward(Protocol):
     def forward(self, batch: PackedBatch, device: torch.device) -> torch.Tensor:
         """Return the logits [m, V] of the tokens that ``batch`` wants, given ids on ``device``."""
 
+    def close(self) -> None:
+        """Let go of memory of the device."""
+
     def obstacle(self) -> str | None:
         """Return why rows must stay in rectangles now, or None."""
 
@@ -126,11 +129,10 @@ class PagedRuntime:
             ),
         )
         self.block_size = choose_block_size(config, self.backend)
-        self.bytes_per_block = layout.bytes_per_block(self.block_size)
         layer_devices = layer_devices or [device] * layout.num_layers
-        self.num_blocks = choose_num_blocks(
-            config, layout.bytes_on_devices(self.block_size, layer_devices)
-        )
+        bytes_on = layout.bytes_on_devices(self.block_size, layer_devices)
+        self.bytes_per_block = sum(bytes_on.values())
+        self.num_blocks = choose_num_blocks(config, bytes_on)
         self.storage = KVStorage(
             self.backend, layout, self.num_blocks, self.block_size, layer_devices
         )
@@ -330,6 +332,8 @@ class PagedRuntime:
         """Give back all memory; caches that still live answer with an error from now on."""
         with self.lock:
             self.is_active = False
+            if self.packed_model is not None:
+                self.packed_model.close()
             self.packed_model = None  # what is compiled keeps weights alive
             self.block_file = None
             self.storage.clear()

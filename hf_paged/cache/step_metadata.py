@@ -17,7 +17,7 @@ from hf_paged.cache.upload import send
 from hf_paged.core.allocation import RowAllocation
 from hf_paged.core.block_table import NO_BLOCK
 
-__all__ = ["StepMetadata", "build_metadata"]
+__all__ = ["StepMetadata", "build_metadata", "padded"]
 
 _MIN_PADDED_WIDTH = 8
 
@@ -60,18 +60,13 @@ class StepMetadata:
 
         An empty row has a query, no token, and a slot that is not stored.
         """
-        num_padding = num_rows - len(self.seq_lens)
-        more_rows, more_entries = (0, num_padding), (0, width - self.width)
         return StepMetadata(
             self.block_size,
             self.null_block,
-            np.pad(self.seq_lens, more_rows),
-            np.pad(self.query_lens, more_rows, constant_values=1),
-            [
-                np.pad(tables, (more_rows, more_entries), constant_values=self.null_block)
-                for tables in self.block_tables
-            ],
-            [np.pad(slots, more_rows, constant_values=-1) for slots in self.slots],
+            padded(self.seq_lens, (num_rows,), 0),
+            padded(self.query_lens, (num_rows,), 1),
+            [padded(tables, (num_rows, width), self.null_block) for tables in self.block_tables],
+            [padded(slots, (num_rows,), -1) for slots in self.slots],
         )
 
     def send(self, device: torch.device) -> None:
@@ -114,6 +109,18 @@ class StepMetadata:
             return None
         self.send(device)
         return self._on_device[device][-1]
+
+
+def padded(array: np.ndarray, shape: tuple[int, ...], value: int) -> np.ndarray:
+    """Return ``array`` with ``value`` behind it in each dimension, up to ``shape``.
+
+    As ``np.pad``, which takes longer than the rest of a small step.
+    """
+    if array.shape == shape:
+        return array
+    larger = np.full(shape, value, array.dtype)
+    larger[tuple(map(slice, array.shape))] = array
+    return larger
 
 
 def build_metadata(

@@ -131,6 +131,8 @@ def index_of(indices: Sequence[int], device: torch.device) -> slice | torch.Tens
     >>> index_of([2, 3, 4], torch.device("cpu"))
     slice(2, 5, None)
     """
+    if not indices:
+        return slice(0)
     first, last = indices[0], indices[-1]
     if last - first == len(indices) - 1 and list(indices) == list(range(first, last + 1)):
         return slice(first, last + 1)

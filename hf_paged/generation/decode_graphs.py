@@ -18,10 +18,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass
-from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,51 +29,20 @@ from hf_paged.cache.packed_batch import PackedBatch, PackedCache
 from hf_paged.cache.runtime import PagedRuntime
 from hf_paged.cache.step import PagedStep
 from hf_paged.cache.step_inputs import StepInputs
-from hf_paged.cache.step_metadata import StepMetadata
+from hf_paged.cache.step_metadata import StepMetadata, padded
 from hf_paged.cache.upload import send, size_of
 from hf_paged.core.interrupts import interruptible, uninterrupted
 from hf_paged.errors import UnsupportedModelError
+from hf_paged.generation import device_graph
+from hf_paged.generation.device_graph import DeviceGraph
 from hf_paged.generation.recording import Forward
-from hf_paged.generation.structure import structure_of
+from hf_paged.generation.structure import addresses_of, structure_of
 
-__all__ = ["DecodeGraphs", "DeviceGraph", "make_graph"]
+__all__ = ["DecodeGraphs"]
 
 logger = logging.getLogger("hf_paged")
 
 _MAX_ROWS = 256
-
-
-class DeviceGraph(Protocol):
-    """Work of a device that is recorded once and given again."""
-
-    def capture(self, function: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Record what ``function`` launches, without running it; return what it returns."""
-
-    def replay(self) -> None:
-        """Run what was recorded, behind everything that the device was given so far."""
-
-
-class _CudaGraph:
-    def __init__(self, device: torch.device, pool: Any) -> None:
-        self._device = device
-        self._pool = pool
-        self._graph = torch.cuda.CUDAGraph()
-
-    def capture(self, function: Callable[[], torch.Tensor]) -> torch.Tensor:
-        # Other threads may go on with the device meanwhile: only this one must not synchronise.
-        with (
-            torch.cuda.device(self._device),
-            torch.cuda.graph(self._graph, pool=self._pool, capture_error_mode="thread_local"),
-        ):
-            return function()
-
-    def replay(self) -> None:
-        self._graph.replay()
-
-
-def make_graph(device: torch.device, pool: Any) -> DeviceGraph:
-    """Return an empty graph; graphs with the same ``pool`` share memory, and run one at a time."""
-    return _CudaGraph(device, pool)
 
 
 @dataclass
@@ -133,10 +101,11 @@ class DecodeGraphs:
         self._runtime = runtime
         self._device = device
         self._must = must
-        self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+        self._pool = device_graph.make_pool(device)
         self._captured: dict[tuple[int, int], _Captured] = {}
         self._seen: set[tuple[int, int]] = set()
         self._key: Hashable = None
+        self._generation = runtime.storage.generation
         self._has_failed = False
         self._turn: torch.cuda.Event | None = None
         self._lock = threading.Lock()
@@ -144,25 +113,32 @@ class DecodeGraphs:
 
     def check(self, model: Any) -> None:
         """Drop what was captured over other weights: to be called at each ``generate()``."""
-        addresses = tuple(
-            tensor.data_ptr() for tensor in chain(model.parameters(), model.buffers())
+        numerics = (
+            torch.get_float32_matmul_precision(),
+            torch.are_deterministic_algorithms_enabled(),
         )
-        key = (structure_of(model), addresses, self._runtime.storage.generation)
+        key = (structure_of(model), addresses_of(model), numerics)
         with self._lock:
             if key != self._key:
-                self._captured.clear()
-                self._seen.clear()
-                self._key = key
+                self._forget()
+                self._key, self._has_failed = key, False
 
-    def takes(self, batch: PackedBatch) -> bool:
-        """Whether ``batch`` may run as a graph: plain decoding, in no special mode of torch."""
+    def takes(self, batch: PackedBatch, device: torch.device) -> bool:
+        """Whether ``batch`` may run as a graph: plain decoding, in no special mode of torch.
+
+        Args:
+            batch: the step.
+            device: of the model's inputs; it may have been moved.
+        """
         return (
-            batch.is_decode
+            device == self._device
+            and batch.is_decode
             and batch.wants_all
             and batch.num_tokens <= _MAX_ROWS
             and not self._has_failed
             and not torch.is_grad_enabled()
-            and not torch.is_autocast_enabled(self._device.type)
+            and not torch.is_autocast_enabled(device.type)
+            and not torch._C._len_torch_dispatch_stack()  # it wants to see every operation
         )
 
     def __call__(self, batch: PackedBatch) -> torch.Tensor:
@@ -177,6 +153,8 @@ class DecodeGraphs:
         num_rows, width = batch.num_tokens, batch.metadata.width
         key = (1 << (num_rows - 1).bit_length(), width)
         with self._lock:
+            if self._generation != self._runtime.storage.generation:
+                self._forget()  # the pool has other tensors now
             captured = self._captured.get(key)
             if captured is None and key not in self._seen:
                 self._seen.add(key)
@@ -199,6 +177,11 @@ class DecodeGraphs:
                 batch.end_replay(is_complete=is_complete)
         return logits
 
+    def _forget(self) -> None:
+        self._captured.clear()
+        self._seen.clear()
+        self._generation = self._runtime.storage.generation
+
     def _try_to_capture(self, batch: PackedBatch, num_rows: int, width: int) -> _Captured | None:
         start = time.perf_counter()
         try:
@@ -206,7 +189,7 @@ class DecodeGraphs:
                 captured = self._capture(batch, num_rows, width)
         except Exception as error:  # whatever the model's code or the device meets
             self._has_failed = True
-            self._captured.clear()
+            self._forget()
             reason = f"{type(error).__name__}: {str(error).strip() or 'no message'}"
             if self._must:
                 raise UnsupportedModelError(
@@ -241,7 +224,7 @@ class DecodeGraphs:
             return self._forward(cache, ids[:, None], positions[:, None], index)
 
         forward()  # kernels are loaded, libraries set up; K and V are those of this very step
-        graph = make_graph(self._device, self._pool)
+        graph = device_graph.make_graph(self._device, self._pool)
         return _Captured(graph, buffer, graph.capture(forward))
 
     def _await_turn(self) -> None:
@@ -260,10 +243,9 @@ class DecodeGraphs:
     def _arrays(batch: PackedBatch, num_rows: int, width: int) -> list[np.ndarray]:
         """Return what a step reads, padded: ids, positions, wanted logits, then its metadata."""
         ids, positions, _ = batch.arrays()
-        padding = (0, num_rows - len(ids))
         return [
-            np.pad(ids, padding),
-            np.pad(positions, padding),
+            padded(ids, (num_rows,), 0),
+            padded(positions, (num_rows,), 0),
             np.arange(num_rows),
             *batch.metadata.padded(num_rows, width).arrays(),
         ]

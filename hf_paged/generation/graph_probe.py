@@ -14,7 +14,7 @@ from hf_paged.backends.metadata import AttentionMetadata
 from hf_paged.cache.layout import KVLayout
 from hf_paged.cache.step_metadata import StepMetadata
 from hf_paged.cache.upload import send, size_of
-from hf_paged.generation import decode_graphs
+from hf_paged.generation import device_graph
 
 __all__ = ["probe_backend"]
 
@@ -61,7 +61,7 @@ def probe_backend(
     captured = shown.of_group(0, device)
     try:
         attend(captured)
-        graph = decode_graphs.make_graph(device, None)
+        graph = device_graph.make_graph(device, device_graph.make_pool(device))
         out = graph.capture(lambda: attend(captured))
         rows = _rows([_WIDTH * block_size, block_size + 1, 0, 3], block_size)
         send(rows.arrays(), device, into=buffer)

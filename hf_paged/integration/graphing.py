@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+from itertools import chain
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from hf_paged.generation.recording import Forward
 from hf_paged.integration.fingerprint import has_user_hooks
 from hf_paged.integration.model_spec import ModelSeams
 
-__all__ = ["make_graphs", "why_not_recorded"]
+__all__ = ["make_graphs", "may_capture"]
 
 logger = logging.getLogger("hf_paged")
 
@@ -51,16 +53,18 @@ def make_graphs(seams: ModelSeams, runtime: PagedRuntime, forward: Forward) -> D
     Raises:
         ConfigurationError: they must be, and cannot.
     """
-    wish, devices = runtime.config.cuda_graphs, set(seams.layer_devices)
+    wish = runtime.config.cuda_graphs
     if wish is False:
         return None
+    weights = chain(seams.model.parameters(), seams.model.buffers())
+    devices = {str(weight.device) for weight in weights}
     device, reason = seams.layer_devices[0], None
     if device.type not in GRAPH_DEVICE_TYPES:
         if wish == "auto":
             return None
         reason = f"the model is on {device}, not on a CUDA device"
-    elif len(devices) > 1:
-        reason = f"the model is on {len(devices)} devices"
+    elif devices != {str(device)}:  # offloaded weights are on "meta"
+        reason = f"the model is on {' and '.join(sorted(devices))}, not on one device"
     else:
         reason = probe_backend(runtime.backend, runtime.layout, runtime.block_size, device)
     if reason is None:
@@ -74,15 +78,32 @@ def make_graphs(seams: ModelSeams, runtime: PagedRuntime, forward: Forward) -> D
     return None
 
 
-def why_not_recorded(model: torch.nn.Module, runtime: PagedRuntime) -> str | None:
-    """Return why this model's own Python must run at every step now, or None if it need not."""
+def may_capture(model: torch.nn.Module, runtime: PagedRuntime) -> bool:
+    """Whether this model's own Python need not run at every step now.
+
+    Raises:
+        ConfigurationError: it must not, and must.
+    """
+    must = runtime.config.cuda_graphs is True
+    reason = None
     if has_user_hooks(model):
-        return "the model carries hooks or a replaced forward"
-    if runtime.config.cuda_graphs == "auto":
-        foreign = _foreign_code(model)
-        if foreign is not None:
-            return f"{foreign} is code of your own, which may do more than compute"
-    return None
+        reason = "the model carries hooks or a replaced forward"
+    elif not must and (foreign := _foreign_code(model)) is not None:
+        reason = f"{foreign} is code of your own, which may do more than compute"
+    if reason is None:
+        return True
+    if must:
+        raise ConfigurationError(
+            f"cuda_graphs=True, but decoding steps cannot be captured: {reason}. Remove them, or "
+            "pass cuda_graphs='auto' to run without where that is so."
+        )
+    _say_once(reason)
+    return False
+
+
+@functools.cache
+def _say_once(reason: str) -> None:
+    logger.info("decoding steps run without CUDA graphs: %s", reason)
 
 
 def _foreign_code(model: torch.nn.Module) -> str | None:

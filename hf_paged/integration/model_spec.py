@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import entry_points
+from itertools import chain
 from typing import Any
 
 import torch
@@ -73,7 +74,8 @@ class ModelSeams:
     @property
     def layer_devices(self) -> list[torch.device]:
         """Where each layer computes now, under a ``device_map`` in several places."""
-        return [_device_of(attention) for attention in self.attentions]
+        default = next((weight.device for weight in self.base.parameters()), torch.device("cpu"))
+        return [_device_of(attention, default) for attention in self.attentions]
 
 
 def find_seams(model: torch.nn.Module) -> ModelSeams:
@@ -149,9 +151,10 @@ def spec_of(config: Any) -> ModelSpec | None:
     return _specs().get(config.model_type)
 
 
-def _device_of(module: torch.nn.Module) -> torch.device:
+def _device_of(module: torch.nn.Module, default: torch.device) -> torch.device:
     """Return where ``module`` computes; accelerate keeps offloaded weights elsewhere."""
-    device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+    weights = chain(module.parameters(), module.buffers())  # quantized ones may be buffers
+    device = next((weight.device for weight in weights), default)
     if device.type != "meta":
         return device
     execution_device = getattr(getattr(module, "_hf_hook", None), "execution_device", None)

@@ -26,7 +26,7 @@ from hf_paged.generation.compiled import CompiledForward
 from hf_paged.generation.recording import Forward
 from hf_paged.integration.attention import wants_weights
 from hf_paged.integration.fingerprint import has_dynamic_rope, has_user_hooks
-from hf_paged.integration.graphing import make_graphs, why_not_recorded
+from hf_paged.integration.graphing import make_graphs, may_capture
 from hf_paged.integration.model_spec import ModelSeams, spec_of
 
 __all__ = ["PackedModel"]
@@ -71,18 +71,23 @@ class PackedModel:
         self._graphs = make_graphs(seams, runtime, self._forward)
 
     def begin_call(self) -> None:
-        """Look whether what was compiled or captured still holds; packed forwards may follow."""
+        """Look whether what was compiled or captured still holds; packed forwards may follow.
+
+        Raises:
+            ConfigurationError: decoding steps must be captured and cannot.
+        """
         if self._graphs is not None:
-            reason = why_not_recorded(self._model, self._runtime)
-            self._may_capture = reason is None
-            if reason is not None:
-                logger.info("decoding steps run without CUDA graphs: %s", reason)
-            else:
+            self._may_capture = may_capture(self._model, self._runtime)
+            if self._may_capture:
                 self._graphs.check(self._model)
         if self._compiled is not None:
             self._may_compile = not has_user_hooks(self._model)
             is_frozen = self._runtime.config.compile == "freeze"
             self._compiled.check(self._runtime.computation.fingerprint() if is_frozen else None)
+
+    def close(self) -> None:
+        """Let go of what was captured: it holds memory of the device."""
+        self._graphs = None
 
     def forward(self, batch: PackedBatch, device: torch.device) -> torch.Tensor:
         """Run the model on packed tokens, as a graph or compiled if so wished.
@@ -94,7 +99,7 @@ class PackedModel:
         Returns:
             [m, V], the logits that ``batch`` wants.
         """
-        if self._graphs is not None and self._may_capture and self._graphs.takes(batch):
+        if self._graphs is not None and self._may_capture and self._graphs.takes(batch, device):
             return self._graphs(batch)
         return self._forward(batch, *batch.send(device))
 

@@ -376,7 +376,9 @@ def test_no_step_waits_for_the_device(
     """Tensors on "meta" have no values: whoever looked at one would raise."""
     backend = make_backend(version, batch_invariant=batch_invariant)
     _, batch = batch_of(backend, lens, window=window)
-    batch.metadata = batch.metadata.to(torch.device("meta"))
+    tensors = ("block_tables", "seq_lens", "cu_seqlens_q", "slot_mapping")
+    on_meta = {name: getattr(batch.metadata, name).to("meta") for name in tensors}
+    batch.metadata = dataclasses.replace(batch.metadata, derived={}, **on_meta)
     batch.view = LayerView(batch.view.key_cache.to("meta"), batch.view.value_cache.to("meta"))
     for name in ("query", "key", "value"):
         setattr(batch, name, getattr(batch, name).to("meta"))
@@ -566,3 +568,16 @@ def test_what_is_gathered_begins_at_the_window(backend: FlashAttnBackend) -> Non
     assert plan.gathered.new.tolist() == [4, 5, 6, 7, 8]
     assert plan.gathered.cu_seqlens.tolist() == [0, 7, 9]
     assert plan == dataclasses.replace(plan, call="dense", max_query_len=3, max_seq_len=7, window=4)
+
+
+def test_batch_invariant_decoding_is_told_of_its_window_at_any_length(
+    version: int, calls: Calls
+) -> None:
+    """In a graph lengths are upper bounds, so whether a window hides anything is not known."""
+    backend = make_backend(version, batch_invariant=True)
+    windows = []
+    for past in (5, 100):
+        _, batch = batch_of(backend, [(past, 1)], window=64)
+        batch.forward(window=64)
+        windows.append(tuple(calls.pop().window_size))
+    assert windows == [(63, 0)] * 2

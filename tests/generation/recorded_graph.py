@@ -111,7 +111,7 @@ class _Recorder(TorchDispatchMode):
 
 
 class RecordedGraph:
-    """Implements :class:`hf_paged.generation.decode_graphs.DeviceGraph`."""
+    """Implements :class:`hf_paged.generation.device_graph.DeviceGraph`."""
 
     def __init__(self, *_: object) -> None:
         self._recorder = _Recorder()

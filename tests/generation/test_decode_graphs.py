@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 import hf_paged
@@ -17,7 +20,7 @@ from graph_backend import DenseDecodeBackend
 from hf_paged.backends import registry
 from hf_paged.cache.runtime import runtime_of
 from hf_paged.errors import ConfigurationError, UnsupportedModelError
-from hf_paged.generation import decode_graphs
+from hf_paged.generation import device_graph
 from hf_paged.integration import graphing
 from reference import patched
 from tiny_models import FAMILIES, build, ragged_batch
@@ -36,7 +39,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[RecordedGraph]:
         made.append(RecordedGraph())
         return made[-1]
 
-    monkeypatch.setattr(decode_graphs, "make_graph", make_graph)
+    monkeypatch.setattr(device_graph, "make_graph", make_graph)
     monkeypatch.setattr(graphing, "GRAPH_DEVICE_TYPES", {"cpu"})
     monkeypatch.setitem(registry._BACKENDS, DenseDecodeBackend.name, DenseDecodeBackend)
     return made
@@ -205,7 +208,6 @@ def test_replaced_weights_are_captured_anew(model: Any) -> None:
 
 
 def test_a_pool_that_was_dropped_is_captured_anew(model: Any) -> None:
-    """float64 and back: the tensors of the pool are other ones."""
     generate(model)
     first = of(model).num_captured
     runtime = runtime_of(model)
@@ -350,6 +352,48 @@ def test_hooks_see_every_step() -> None:
         assert generate(model) == in_its_own_code()
         assert of(model).num_replayed == 0
     assert len(seen) == 12
+
+
+def test_hooks_and_graphs_that_must_be_contradict_each_other() -> None:
+    arguments: dict[str, Any] = dict(backend="dense_decode", block_size=4, packed_hooks=True)
+    with patched(build("llama"), cuda_graphs=True, **arguments) as model:
+        model.model.layers[0].register_forward_hook(lambda *a: None)
+        with pytest.raises(ConfigurationError, match=r"cuda_graphs=True.*carries hooks"):
+            generate(model)
+        assert hf_paged.stats(model).used_blocks == 0
+
+
+def test_offloaded_weights_are_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("llama")
+    model.lm_head.to("meta")
+    with pytest.raises(ConfigurationError, match="the model is on cpu and meta, not on one"):
+        hf_paged.patch(model, backend="dense_decode", block_size=4, cuda_graphs=True)
+
+
+def test_a_mode_that_watches_operations_sees_every_step(model: Any) -> None:
+    class Watching(TorchDispatchMode):
+        num_products = 0
+
+        def __torch_dispatch__(
+            self, op: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            self.num_products += op is torch.ops.aten.mm.default
+            return op(*args, **(kwargs or {}))
+
+    generate(model)
+    replayed = of(model).num_replayed
+    with Watching() as watching:
+        generate(model, max_new_tokens=6)
+    assert of(model).num_replayed == replayed
+    assert watching.num_products >= 6 * 4 * 7
+
+
+def test_what_was_captured_ends_with_the_patch() -> None:
+    with patched(build("llama"), backend="dense_decode", block_size=4) as model:
+        generate(model)
+        graphs = weakref.ref(of(model))
+    gc.collect()
+    assert graphs() is None
 
 
 def test_false_makes_no_graphs(graphs: list[RecordedGraph]) -> None:
