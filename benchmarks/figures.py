@@ -295,6 +295,9 @@ def main() -> None:
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     for name, (source, draw) in FIGURES.items():
+        if not (arguments.results / source).exists():
+            print(f"{name}: no {source} in {arguments.results}, see the top of this file")
+            continue
         draw(json.loads((arguments.results / source).read_text()), arguments.out / name)
         print(arguments.out / name)
 
