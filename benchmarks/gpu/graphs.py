@@ -18,9 +18,9 @@ from small_models import build, generate, patched, prompts
 
 from hf_paged.backends.base import LayerView
 from hf_paged.backends.triton import TritonBackend
+from hf_paged.backends.upload import send, size_of
 from hf_paged.cache.runtime import runtime_of
 from hf_paged.cache.step_metadata import StepMetadata
-from hf_paged.cache.upload import send, size_of
 from hf_paged.generation import device_graph
 from hf_paged.integration import graphing
 

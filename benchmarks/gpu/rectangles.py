@@ -11,8 +11,8 @@ from runner import Check, Machine, expect
 from small_models import CACHE_NAME, VOCABULARY, Prompts, build, patched, prompts
 
 import hf_paged
+from hf_paged.backends import upload
 from hf_paged.backends.triton import TritonBackend
-from hf_paged.cache import upload
 from hf_paged.cache.packed_batch import PackedBatch
 from hf_paged.cache.runtime import runtime_of
 from hf_paged.cache.step import reserve

@@ -18,11 +18,11 @@ import torch
 from runner import Check, Machine, expect
 
 from hf_paged.backends.triton import TritonBackend
+from hf_paged.backends.upload import PinnedRing, send, size_of
 from hf_paged.cache import block_file
 from hf_paged.cache.block_file import BlockFile
 from hf_paged.cache.layout import KVLayout
 from hf_paged.cache.storage import KVStorage
-from hf_paged.cache.upload import PinnedRing, send, size_of
 
 NUM_SENDS = 12
 DELAY = 30.0

@@ -19,18 +19,24 @@ Lines of flash_api.cpp are those of v2.8.3, and for generation 3 those of hopper
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
 import torch
 
-from hf_paged.backends import block_ops, flash_library
-from hf_paged.backends.base import AttentionBackend, LayerView
-from hf_paged.backends.flash_library import LIMITS, FlashLibrary
-from hf_paged.backends.limits import KernelLimits
+from hf_paged.backends import block_ops, flash_library, flash_ops
+from hf_paged.backends.base import LayerView
+from hf_paged.backends.flash_library import LIMITS
+from hf_paged.backends.flash_plan import (
+    Part,
+    Plan,
+    end_to_end,
+    gather_visible,
+    split_by_kind,
+    without_idle_rows,
+)
+from hf_paged.backends.kernel_backend import KernelBackend
 from hf_paged.backends.metadata import AttentionMetadata
-from hf_paged.errors import ConfigurationError, InputMismatchError
+from hf_paged.errors import ConfigurationError
 
 __all__ = ["FlashAttn3Backend", "FlashAttnBackend"]
 
@@ -40,71 +46,8 @@ _MIN_SPLIT = 512
 """Tokens below which a part of a row is not worth its share of the sum."""
 _MAX_SPLITS = 32
 
-_library = torch.library.Library("hf_paged", "FRAGMENT")
-_library.define(
-    "flash_uniform(Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_tables, "
-    "Tensor seq_lens, int version, float scale, int window, float softcap, "
-    "Tensor? alibi_slopes, int num_splits) -> Tensor"
-)
-_library.define(
-    "flash_paged(Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_tables, "
-    "Tensor seq_lens, Tensor cu_seqlens_q, SymInt max_query_len, SymInt max_seq_len, int version, "
-    "float scale, float softcap, Tensor? alibi_slopes, int num_splits) -> Tensor"
-)
-_library.define(
-    "flash_dense(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, "
-    "Tensor cu_seqlens_k, SymInt max_query_len, SymInt max_seq_len, int version, float scale, "
-    "int window, float softcap, Tensor? alibi_slopes) -> Tensor"
-)
 
-
-@dataclass(frozen=True)
-class _Gathered:
-    """What a window leaves of each row, end to end: K visible tokens, P of them stored before.
-
-    Attributes:
-        slots: [P] int64, of the tokens of the past.
-        past: [P] int64, where they come to lie in K.
-        new: [N] int64, where the new tokens come to lie in K.
-        cu_seqlens: [B + 1] int32, where each row begins in K.
-    """
-
-    slots: torch.Tensor
-    past: torch.Tensor
-    new: torch.Tensor
-    cu_seqlens: torch.Tensor
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """Which call serves the rows of a step under one window.
-
-    Attributes:
-        call: "uniform", "paged" or "dense".
-        max_query_len: the most new tokens of a row.
-        max_seq_len: the most tokens of a row that the call sees.
-        window: tokens that a query sees before itself; -1: all. flash-attn lets the query heads of
-            a key head share its loads only if it is told of no window (flash_api.cpp, line 1278),
-            so a window that hides nothing is not mentioned.
-        gathered: of a dense call; None: there is no past.
-    """
-
-    call: str
-    max_query_len: int
-    max_seq_len: int
-    window: int
-    gathered: _Gathered | None = None
-
-
-@dataclass(frozen=True)
-class _Part:
-    """Rows that one kernel computes: their metadata, and their tokens' places in N ([n] int64)."""
-
-    metadata: AttentionMetadata
-    tokens: torch.Tensor
-
-
-class FlashAttnBackend(AttentionBackend):
+class FlashAttnBackend(KernelBackend):
     """flash-attn 2.6 or newer, on Ampere and later.
 
     From 2.8.4 on (flash-attention#2711) each call over a block table reads the longest length back
@@ -114,10 +57,7 @@ class FlashAttnBackend(AttentionBackend):
     name = "flash_attn"
     block_size_multiple = 256
     default_block_size = 256
-    supports_batch_invariance = True
-    is_block_major = True
-    supports_graphs = True
-    LIMITS: ClassVar[KernelLimits] = LIMITS[2]
+    LIMITS = LIMITS[2]
     _version: ClassVar[int] = 2
 
     @classmethod
@@ -130,36 +70,6 @@ class FlashAttnBackend(AttentionBackend):
         """
         library = flash_library.find_library(cls._version, device, may_download=may_download)
         return library if isinstance(library, str) else None
-
-    def check_model(
-        self,
-        *,
-        device: torch.device,
-        dtype: torch.dtype,
-        head_dim: int,
-        block_size: int,
-        uses_sinks: bool = False,
-    ) -> None:
-        """Refuse dtypes, head dims and block sizes that the kernels lack."""
-        self.LIMITS.check_model(
-            device=device,
-            dtype=dtype,
-            head_dim=head_dim,
-            block_size=block_size,
-            uses_sinks=uses_sinks,
-        )
-
-    def cache_shape(
-        self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
-    ) -> tuple[int, ...]:
-        """Return NHD, the only layout that flash-attn reads."""
-        return (num_blocks, block_size, num_kv_heads, head_dim)
-
-    def write(
-        self, key: torch.Tensor, value: torch.Tensor, view: LayerView, metadata: AttentionMetadata
-    ) -> None:
-        """Store new tokens in one kernel."""
-        block_ops.write(key, value, view.key_cache, view.value_cache, metadata.slot_mapping)
 
     def forward(
         self,
@@ -188,7 +98,7 @@ class FlashAttnBackend(AttentionBackend):
             alibi_slopes=alibi_slopes,
         )
         slopes = None if alibi_slopes is None else alibi_slopes.float().contiguous()
-        metadata = _without_idle_rows(metadata)
+        metadata = without_idle_rows(metadata)
         parts = self._parts(metadata, window) if self.batch_invariant else None
         if parts is None:
             return self._attend(
@@ -210,14 +120,6 @@ class FlashAttnBackend(AttentionBackend):
             out.index_copy_(0, part.tokens, attended)
         return out
 
-    def gather(self, view: LayerView, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Index the caches by block and offset."""
-        return block_ops.gather(view, slots)
-
-    def copy_blocks(self, cache: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy whole blocks, all layers at once, in one kernel."""
-        block_ops.copy_blocks(cache, source, target)
-
     def _attend(
         self,
         query: torch.Tensor,
@@ -236,10 +138,10 @@ class FlashAttnBackend(AttentionBackend):
             cu_seqlens_k = metadata.cu_seqlens_q
             if plan.gathered is not None:
                 past_key, past_value = block_ops.gather(view, plan.gathered.slots)
-                key = _end_to_end(past_key, key, plan.gathered)
-                value = _end_to_end(past_value, value, plan.gathered)
+                key = end_to_end(past_key, key, plan.gathered)
+                value = end_to_end(past_value, value, plan.gathered)
                 cu_seqlens_k = plan.gathered.cu_seqlens
-            out = torch.ops.hf_paged.flash_dense(
+            out = flash_ops.dense(
                 query,
                 key,
                 value,
@@ -257,7 +159,7 @@ class FlashAttnBackend(AttentionBackend):
         num_splits = self._num_splits(query, key.shape[1], metadata)
         blocks = (view.key_cache, view.value_cache, metadata.block_tables, metadata.seq_lens)
         if plan.call == "uniform":
-            out = torch.ops.hf_paged.flash_uniform(
+            out = flash_ops.uniform(
                 query,
                 *blocks,
                 self._version,
@@ -268,7 +170,7 @@ class FlashAttnBackend(AttentionBackend):
                 num_splits,
             )
         else:
-            out = torch.ops.hf_paged.flash_paged(
+            out = flash_ops.paged(
                 query,
                 *blocks,
                 metadata.cu_seqlens_q,
@@ -282,15 +184,15 @@ class FlashAttnBackend(AttentionBackend):
             )
         return out
 
-    def _plan(self, metadata: AttentionMetadata, window: int | None) -> _Plan:
+    def _plan(self, metadata: AttentionMetadata, window: int | None) -> Plan:
         """Return what to call, looking at host lists alone."""
         key = ("flash_plan", self.batch_invariant, window)
-        plan: _Plan | None = metadata.derived.get(key)
+        plan: Plan | None = metadata.derived.get(key)
         if plan is None:
             plan = metadata.derived[key] = self._make_plan(metadata, window)
         return plan
 
-    def _make_plan(self, metadata: AttentionMetadata, window: int | None) -> _Plan:
+    def _make_plan(self, metadata: AttentionMetadata, window: int | None) -> Plan:
         seq_lens, query_lens = metadata.seq_lens_list, metadata.query_lens_list
         longest, most_new = max(seq_lens), max(query_lens)
         hides = window is not None and window < longest
@@ -298,17 +200,17 @@ class FlashAttnBackend(AttentionBackend):
         if most_new == 1:
             if self.batch_invariant and window is not None:
                 left = window - 1  # whatever the longest neighbour is, or may be in a graph
-            return _Plan("uniform", 1, longest, left)
+            return Plan("uniform", 1, longest, left)
         if seq_lens == query_lens:
-            return _Plan("dense", most_new, longest, left)
+            return Plan("dense", most_new, longest, left)
         if window is not None and hides:
-            gathered, longest = _gather_visible(metadata, window)
-            return _Plan("dense", most_new, longest, left, gathered)
+            gathered, longest = gather_visible(metadata, window)
+            return Plan("dense", most_new, longest, left, gathered)
         # How the tiles of a packed call and of a uniform one lie is the library's secret: under
         # batch_invariant a row with several new tokens goes through one of them always.
         if min(query_lens) == most_new and not self.batch_invariant:
-            return _Plan("uniform", most_new, longest, left)
-        return _Plan("paged", most_new, longest, left)
+            return Plan("uniform", most_new, longest, left)
+        return Plan("paged", most_new, longest, left)
 
     def _num_splits(
         self, query: torch.Tensor, num_kv_heads: int, metadata: AttentionMetadata
@@ -321,12 +223,12 @@ class FlashAttnBackend(AttentionBackend):
         """
         return 1 if self.batch_invariant else 0
 
-    def _parts(self, metadata: AttentionMetadata, window: int | None) -> list[_Part] | None:
-        """Return rows by their kind, which depends on nothing but the row; None: all are alike."""
+    def _parts(self, metadata: AttentionMetadata, window: int | None) -> list[Part] | None:
+        """Return what :func:`split_by_kind` does, derived once a step and window."""
         key = ("flash_parts", window)
         if key not in metadata.derived:
-            metadata.derived[key] = _split_by_kind(metadata, window)
-        parts: list[_Part] | None = metadata.derived[key]
+            metadata.derived[key] = split_by_kind(metadata, window)
+        parts: list[Part] | None = metadata.derived[key]
         return parts
 
 
@@ -336,7 +238,7 @@ class FlashAttn3Backend(FlashAttnBackend):
     name = "flash_attn_3"
     block_size_multiple = 16
     default_block_size = 64
-    LIMITS: ClassVar[KernelLimits] = LIMITS[3]
+    LIMITS = LIMITS[3]
     _version: ClassVar[int] = 3
 
     def check_model(
@@ -375,238 +277,9 @@ class FlashAttn3Backend(FlashAttnBackend):
         """
         if self.batch_invariant:
             return 1
-        library = _find(self._version, query.device)
+        library = flash_ops.find(self._version, query.device)
         num_rows, width = metadata.block_tables.shape
         group_size = query.shape[1] // num_kv_heads
         num_tiles = num_kv_heads * max(num_rows, query.shape[0] * group_size // _QUERY_TILE)
         num_parts = width * metadata.block_size // _MIN_SPLIT
         return max(1, min(library.num_multiprocessors // num_tiles, num_parts, _MAX_SPLITS))
-
-
-# -- what a step derives once ------------------------------------------------------------------
-
-
-def _gather_visible(metadata: AttentionMetadata, window: int) -> tuple[_Gathered, int]:
-    """Return which stored tokens some new token of their row sees, and the most tokens of a row.
-
-    Lengths come from the host and block ids stay on the device: neither waits for the other.
-    """
-    num_new = np.array(metadata.query_lens_list)
-    num_past = np.array(metadata.seq_lens_list) - num_new
-    kept = np.minimum(num_past, window - 1)  # what the first new token sees before itself
-    lengths = kept + num_new
-    ends = lengths.cumsum()
-    starts = ends - lengths
-    place, token = _ranges(kept), np.repeat(num_past - kept, kept)
-    token += place
-    row = np.repeat(np.arange(len(kept)), kept)
-    size, width = metadata.block_size, metadata.block_tables.shape[1]
-    entry, offset, past, new, cu_seqlens = _upload(
-        metadata.block_tables.device,
-        row * width + token // size,
-        token % size,
-        np.repeat(starts, kept) + place,
-        np.repeat(starts + kept, num_new) + _ranges(num_new),
-        np.concatenate([[0], ends]),
-    )
-    slots = metadata.block_tables.reshape(-1)[entry].long() * size + offset
-    return _Gathered(slots, past, new, cu_seqlens.int()), int(lengths.max())
-
-
-def _split_by_kind(metadata: AttentionMetadata, window: int | None) -> list[_Part] | None:
-    seq_lens, query_lens = metadata.seq_lens_list, metadata.query_lens_list
-    rows_of: dict[tuple[bool, bool, bool], list[int]] = {}
-    for row, (seq_len, query_len) in enumerate(zip(seq_lens, query_lens, strict=True)):
-        is_single = query_len == 1
-        is_fresh = seq_len == query_len and not is_single
-        is_hidden = window is not None and seq_len > window and not is_single
-        rows_of.setdefault((is_single, is_fresh, is_hidden), []).append(row)
-    if len(rows_of) == 1:
-        return None
-    return [_rows(metadata, rows) for rows in rows_of.values()]
-
-
-def _without_idle_rows(metadata: AttentionMetadata) -> AttentionMetadata:
-    """Return the rows that have new tokens; a chunk of a padded batch may have none of some row."""
-    if "flash_busy" not in metadata.derived:
-        query_lens = metadata.query_lens_list
-        busy = [row for row, query_len in enumerate(query_lens) if query_len]
-        is_all = len(busy) == len(query_lens)
-        metadata.derived["flash_busy"] = None if is_all else _rows(metadata, busy).metadata
-    rest: AttentionMetadata | None = metadata.derived["flash_busy"]
-    return metadata if rest is None else rest
-
-
-def _rows(metadata: AttentionMetadata, rows: list[int]) -> _Part:
-    seq_lens, query_lens = metadata.seq_lens_list, metadata.query_lens_list
-    num_new = np.array([query_lens[row] for row in rows])
-    index, tokens, cu_seqlens_q = _upload(
-        metadata.block_tables.device,
-        np.array(rows),
-        np.repeat(np.cumsum([0, *query_lens])[rows], num_new) + _ranges(num_new),
-        np.cumsum([0, *num_new]),
-    )
-    part = AttentionMetadata(
-        metadata.block_size,
-        metadata.null_block,
-        metadata.block_tables.index_select(0, index),
-        metadata.seq_lens.index_select(0, index),
-        cu_seqlens_q.int(),
-        metadata.slot_mapping.index_select(0, tokens),
-        [seq_lens[row] for row in rows],
-        num_new.tolist(),
-    )
-    return _Part(part, tokens)
-
-
-def _ranges(lengths: np.ndarray) -> np.ndarray:
-    """Return 0, 1, ... for each length, end to end.
-
-    >>> _ranges(np.array([2, 0, 3])).tolist()
-    [0, 1, 0, 1, 2]
-    """
-    ranges: np.ndarray = np.arange(lengths.sum()) - np.repeat(lengths.cumsum() - lengths, lengths)
-    return ranges
-
-
-def _upload(device: torch.device, *arrays: np.ndarray) -> list[torch.Tensor]:
-    """Return int64 arrays as tensors on ``device``, in one copy that nobody waits for."""
-    tensor = torch.from_numpy(np.concatenate(arrays))
-    if device.type == "cuda":
-        tensor = tensor.pin_memory()  # torch keeps it until the copy is done
-    tensor = tensor.to(device, non_blocking=True)
-    ends = np.cumsum([len(array) for array in arrays])
-    return [tensor[end - len(array) : end] for array, end in zip(arrays, ends, strict=True)]
-
-
-def _end_to_end(past: torch.Tensor, new: torch.Tensor, gathered: _Gathered) -> torch.Tensor:
-    """Return the visible tokens of all rows, [K, H_kv, D], from [P, H_kv, D] and [N, H_kv, D]."""
-    out = new.new_empty(past.shape[0] + new.shape[0], *new.shape[1:])
-    return out.index_copy_(0, gathered.past, past).index_copy_(0, gathered.new, new)
-
-
-# -- operators ---------------------------------------------------------------------------------
-
-
-def _find(version: int, device: torch.device) -> FlashLibrary:
-    library = flash_library.find_library(version, device, may_download=False)
-    if isinstance(library, str):
-        raise InputMismatchError(
-            f"a layer on {device} attends through backend {LIMITS[version].backend!r}, which "
-            f"cannot run there: {library}. Move the model, or pass backend='torch'."
-        )
-    return library
-
-
-def _loadable(states: torch.Tensor) -> torch.Tensor:
-    """Return the same values where the kernels can load 16 bytes at a time."""
-    *outer, inner = states.stride()
-    if inner == 1 and states.storage_offset() % 8 == 0 and not any(s % 8 for s in outer):
-        return states
-    return states.clone(memory_format=torch.contiguous_format)
-
-
-def _uniform(
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
-    version: int,
-    scale: float,
-    window: int,
-    softcap: float,
-    alibi_slopes: torch.Tensor | None,
-    num_splits: int,
-) -> torch.Tensor:
-    num_rows = seq_lens.shape[0]
-    out = _find(version, query.device).uniform(
-        _loadable(query).view(num_rows, query.shape[0] // num_rows, *query.shape[1:]),
-        key_cache,
-        value_cache,
-        block_tables,
-        seq_lens,
-        scale=scale,
-        window=window,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        num_splits=num_splits,
-    )
-    return out.contiguous().view(query.shape)
-
-
-def _paged(
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    max_query_len: int,
-    max_seq_len: int,
-    version: int,
-    scale: float,
-    softcap: float,
-    alibi_slopes: torch.Tensor | None,
-    num_splits: int,
-) -> torch.Tensor:
-    out = _find(version, query.device).paged(
-        _loadable(query),
-        key_cache,
-        value_cache,
-        block_tables,
-        seq_lens,
-        cu_seqlens_q,
-        max_query_len=max_query_len,
-        max_seq_len=max_seq_len,
-        scale=scale,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        num_splits=num_splits,
-    )
-    return out.contiguous()
-
-
-def _dense(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    max_query_len: int,
-    max_seq_len: int,
-    version: int,
-    scale: float,
-    window: int,
-    softcap: float,
-    alibi_slopes: torch.Tensor | None,
-) -> torch.Tensor:
-    out = _find(version, query.device).dense(
-        _loadable(query),
-        _loadable(key),
-        _loadable(value),
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_query_len=max_query_len,
-        max_seq_len=max_seq_len,
-        scale=scale,
-        window=window,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-    )
-    return out.contiguous()
-
-
-def _fake(query: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
-    return query.new_empty(query.shape)
-
-
-for _name, _function in (
-    ("flash_uniform", _uniform),
-    ("flash_paged", _paged),
-    ("flash_dense", _dense),
-):
-    # On a CPU there is no flash-attn; the error says so.
-    for _key in ("CPU", "CUDA"):
-        _library.impl(_name, _function, _key)
-    torch.library.register_fake(f"hf_paged::{_name}", _fake, lib=_library)

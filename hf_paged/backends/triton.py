@@ -7,7 +7,8 @@ import importlib.util
 import torch
 
 from hf_paged.backends import block_ops, triton_ops
-from hf_paged.backends.base import AttentionBackend, LayerView
+from hf_paged.backends.base import LayerView
+from hf_paged.backends.kernel_backend import KernelBackend
 from hf_paged.backends.limits import KernelLimits
 from hf_paged.backends.metadata import AttentionMetadata
 
@@ -22,8 +23,8 @@ LIMITS = KernelLimits(
 )
 
 
-class TritonBackend(AttentionBackend):
-    """K and V of a layer as [num_blocks, block_size, H_kv, D]; fp32 sums of fp32, bf16 and fp16.
+class TritonBackend(KernelBackend):
+    """fp32 sums of fp32, bf16 and fp16.
 
     Rows with one new token are split over their keys where few rows would leave the device idle;
     with ``batch_invariant`` they never are.
@@ -32,9 +33,7 @@ class TritonBackend(AttentionBackend):
     name = "triton"
     block_size_multiple = LIMITS.block_size_multiple
     default_block_size = 16
-    supports_batch_invariance = True
-    is_block_major = True
-    supports_graphs = True
+    LIMITS = LIMITS
 
     @classmethod
     def unavailable_reason(cls, device: torch.device) -> str | None:
@@ -51,36 +50,6 @@ class TritonBackend(AttentionBackend):
         if not torch.cuda.is_available():
             return "torch finds no CUDA device"
         return LIMITS.refuse_capability(torch.cuda.get_device_capability(device))
-
-    def check_model(
-        self,
-        *,
-        device: torch.device,
-        dtype: torch.dtype,
-        head_dim: int,
-        block_size: int,
-        uses_sinks: bool = False,
-    ) -> None:
-        """Refuse other dtypes, block sizes and head dims than those of :data:`LIMITS`."""
-        LIMITS.check_model(
-            device=device,
-            dtype=dtype,
-            head_dim=head_dim,
-            block_size=block_size,
-            uses_sinks=uses_sinks,
-        )
-
-    def cache_shape(
-        self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
-    ) -> tuple[int, ...]:
-        """Return NHD: the tokens of a block one after the other."""
-        return (num_blocks, block_size, num_kv_heads, head_dim)
-
-    def write(
-        self, key: torch.Tensor, value: torch.Tensor, view: LayerView, metadata: AttentionMetadata
-    ) -> None:
-        """Store new tokens, one program a token."""
-        block_ops.write(key, value, view.key_cache, view.value_cache, metadata.slot_mapping)
 
     def forward(
         self,
@@ -127,11 +96,3 @@ class TritonBackend(AttentionBackend):
             alibi_slopes,
         )
         return out
-
-    def gather(self, view: LayerView, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Index the caches by block and offset."""
-        return block_ops.gather(view, slots)
-
-    def copy_blocks(self, cache: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy whole blocks of everything that a device holds in one launch."""
-        block_ops.copy_blocks(cache, source, target)

@@ -18,12 +18,12 @@ from typing import NoReturn
 import numpy as np
 import torch
 
+from hf_paged.backends.upload import send
 from hf_paged.cache.runtime import PagedRuntime
 from hf_paged.cache.step import PagedStep
 from hf_paged.cache.step_cache import StepCache
 from hf_paged.cache.step_inputs import StepInputs
 from hf_paged.cache.step_metadata import StepMetadata
-from hf_paged.cache.upload import send
 from hf_paged.core.allocation import Allocation
 from hf_paged.errors import UnsupportedModelError
 

@@ -13,11 +13,11 @@ import torch
 
 from hf_paged.backends.limits import check_step
 from hf_paged.backends.metadata import AttentionMetadata
-from hf_paged.cache.upload import send
+from hf_paged.backends.upload import send
 from hf_paged.core.allocation import RowAllocation
 from hf_paged.core.block_table import NO_BLOCK
 
-__all__ = ["StepMetadata", "build_metadata", "padded"]
+__all__ = ["StepMetadata", "build_metadata", "pad_to"]
 
 _MIN_PADDED_WIDTH = 8
 
@@ -63,10 +63,10 @@ class StepMetadata:
         return StepMetadata(
             self.block_size,
             self.null_block,
-            padded(self.seq_lens, (num_rows,), 0),
-            padded(self.query_lens, (num_rows,), 1),
-            [padded(tables, (num_rows, width), self.null_block) for tables in self.block_tables],
-            [padded(slots, (num_rows,), -1) for slots in self.slots],
+            pad_to(self.seq_lens, (num_rows,), 0),
+            pad_to(self.query_lens, (num_rows,), 1),
+            [pad_to(tables, (num_rows, width), self.null_block) for tables in self.block_tables],
+            [pad_to(slots, (num_rows,), -1) for slots in self.slots],
         )
 
     def send(self, device: torch.device) -> None:
@@ -111,7 +111,7 @@ class StepMetadata:
         return self._on_device[device][-1]
 
 
-def padded(array: np.ndarray, shape: tuple[int, ...], value: int) -> np.ndarray:
+def pad_to(array: np.ndarray, shape: tuple[int, ...], value: int) -> np.ndarray:
     """Return ``array`` with ``value`` behind it in each dimension, up to ``shape``.
 
     As ``np.pad``, which takes longer than the rest of a small step.

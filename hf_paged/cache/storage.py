@@ -21,8 +21,8 @@ import numpy as np
 import torch
 
 from hf_paged.backends.base import AttentionBackend, LayerView
+from hf_paged.backends.upload import send
 from hf_paged.cache.layout import KVLayout
-from hf_paged.cache.upload import send
 from hf_paged.errors import UnsupportedModelError
 
 __all__ = ["KVStorage"]

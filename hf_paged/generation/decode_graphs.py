@@ -25,12 +25,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from hf_paged.backends.upload import send, size_of
 from hf_paged.cache.packed_batch import PackedBatch, PackedCache
 from hf_paged.cache.runtime import PagedRuntime
 from hf_paged.cache.step import PagedStep
 from hf_paged.cache.step_inputs import StepInputs
-from hf_paged.cache.step_metadata import StepMetadata, padded
-from hf_paged.cache.upload import send, size_of
+from hf_paged.cache.step_metadata import StepMetadata, pad_to
 from hf_paged.core.interrupts import interruptible, uninterrupted
 from hf_paged.errors import UnsupportedModelError
 from hf_paged.generation import device_graph
@@ -167,7 +167,7 @@ class DecodeGraphs:
             try:
                 with interruptible(), self._lock:
                     self._await_turn()
-                    self._fill(captured.buffer, batch, *key)
+                    send(self._arrays(batch, *key), self._device, into=captured.buffer)
                     captured.graph.replay()
                     logits = captured.logits[:num_rows].clone()
                     self._end_turn()
@@ -236,16 +236,13 @@ class DecodeGraphs:
         if self._device.type == "cuda":
             self._turn = torch.cuda.current_stream(self._device).record_event()
 
-    def _fill(self, buffer: torch.Tensor, batch: PackedBatch, num_rows: int, width: int) -> None:
-        send(self._arrays(batch, num_rows, width), self._device, into=buffer)
-
     @staticmethod
     def _arrays(batch: PackedBatch, num_rows: int, width: int) -> list[np.ndarray]:
         """Return what a step reads, padded: ids, positions, wanted logits, then its metadata."""
         ids, positions, _ = batch.arrays()
         return [
-            padded(ids, (num_rows,), 0),
-            padded(positions, (num_rows,), 0),
+            pad_to(ids, (num_rows,), 0),
+            pad_to(positions, (num_rows,), 0),
             np.arange(num_rows),
             *batch.metadata.padded(num_rows, width).arrays(),
         ]

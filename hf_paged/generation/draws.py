@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import torch
 
-from hf_paged.cache.upload import index_of
+from hf_paged.backends.upload import index_of
 
 __all__ = ["Draws"]
 

@@ -13,11 +13,11 @@ from itertools import accumulate
 
 import torch
 
+from hf_paged.backends.upload import index_of
 from hf_paged.cache.packed_batch import PackedBatch
 from hf_paged.cache.paged_cache import PagedCache
 from hf_paged.cache.runtime import PagedRuntime
 from hf_paged.cache.step import reserve
-from hf_paged.cache.upload import index_of
 from hf_paged.core.allocation import Allocation, NewTokens
 from hf_paged.core.interrupts import interruptible, uninterrupted, whole
 from hf_paged.core.row import Row

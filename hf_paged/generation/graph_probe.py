@@ -11,9 +11,9 @@ import torch
 
 from hf_paged.backends.base import AttentionBackend, LayerView
 from hf_paged.backends.metadata import AttentionMetadata
+from hf_paged.backends.upload import send, size_of
 from hf_paged.cache.layout import KVLayout
 from hf_paged.cache.step_metadata import StepMetadata
-from hf_paged.cache.upload import send, size_of
 from hf_paged.generation import device_graph
 
 __all__ = ["probe_backend"]

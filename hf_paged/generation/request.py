@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers.generation.stopping_criteria import MaxLengthCriteria, MaxTimeCriteria
 
-from hf_paged.cache.upload import index_of
+from hf_paged.backends.upload import index_of
 from hf_paged.core.row import Row
 from hf_paged.generation.draws import Draws
 from hf_paged.generation.row_wise import ROW_WISE_CRITERIA, first_not_row_wise, process_rows
@@ -225,7 +225,7 @@ class Request:
         for index, still_open in zip(shown, values[len(rows) :], strict=True):
             self._is_finished[index] = not still_open
         if self._streamer is not None:
-            self._streamer.put(self._generated[shown, age].cpu())
+            self._streamer.put(self._generated[shown_at, age].cpu())
         if self._is_out_of_time():
             self._is_finished = [True] * num_rows
 

@@ -13,7 +13,7 @@ from backends import flash_stand_in
 from backends.dense_oracle import dense_attention, relative_error
 from backends.flash_stand_in import NUM_MULTIPROCESSORS, Calls, RefusedError
 from backends.paged_batch import PagedBatch, Row, random_rows
-from hf_paged.backends import flash_attn
+from hf_paged.backends import flash_plan
 from hf_paged.backends.base import LayerView
 from hf_paged.backends.flash_attn import FlashAttn3Backend, FlashAttnBackend
 from hf_paged.backends.metadata import AttentionMetadata
@@ -241,7 +241,7 @@ def test_each_kind_of_step_makes_one_call(
 ) -> None:
     _, batch = batch_of(backend, LENS[lens], window=window)
     batch.forward(window=window, softcap=7.0)
-    made, metadata = calls.pop(), flash_attn._without_idle_rows(batch.metadata)
+    made, metadata = calls.pop(), flash_plan.without_idle_rows(batch.metadata)
     assert (metadata is batch.metadata) is not lens.startswith("idle")
     assert (made.softmax_scale, made.causal, made.softcap) == (0.3, True, 7.0)
     assert tuple(made.window_size) == ((-1, -1) if left < 0 else (left, 0))
@@ -560,7 +560,7 @@ def test_what_is_gathered_begins_at_the_window(backend: FlashAttnBackend) -> Non
     """Only visible tokens are read: an entry behind the window may name any block."""
     _, batch = batch_of(backend, [(600, 3), (0, 2)], window=5)
     plan = backend._plan(batch.metadata, 5)
-    assert isinstance(plan.gathered, flash_attn._Gathered)
+    assert isinstance(plan.gathered, flash_plan.Gathered)
     assert plan.gathered.slots.tolist() == [
         batch.token_slots[0][token] for token in range(596, 600)
     ]

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import hf_paged
+from hf_paged.backends import upload
 from hf_paged.backends.triton import TritonBackend
-from hf_paged.cache import upload
 from hf_paged.cache.packed_batch import PackedBatch
 from hf_paged.cache.runtime import runtime_of
 from hf_paged.cache.step import reserve

@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_paged.cache import upload
-from hf_paged.cache.upload import PinnedRing, index_of, send, size_of
+from hf_paged.backends import upload
+from hf_paged.backends.upload import PinnedRing, index_of, send, size_of
 
 pytestmark = pytest.mark.core_suite
 
