@@ -13,11 +13,13 @@ import copy
 import os
 import platform
 import shutil
+import tempfile
 from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
+from setuptools.errors import CompileError
 
 ROOT = Path(__file__).parent
 SOURCES = "hf_paged/backends/csrc"
@@ -37,12 +39,17 @@ FLAGS = [
     "-ffp-contract=fast",
     "-g0",
 ]
+AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c"]
 ISA_FLAGS = {"portable": []}
 if platform.machine() in ("x86_64", "AMD64"):
     ISA_FLAGS |= {
         "avx2": ["-mavx2", "-mfma", "-mf16c"],
-        "avx512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c"],
+        "avx512": AVX512,
+        "amx": [*AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"],
     }
+# Compilers from before AMX (GCC before 11, clang before 12) build the others.
+NEWEST = "amx"
+NEWEST_PROBE = "#include <immintrin.h>\nvoid probe() { _tile_dpbf16ps(0, 1, 2); }\n"
 SANITIZE = (
     ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-g1", "-O1"]
     if os.environ.get("HF_PAGED_CPU_SANITIZE")
@@ -76,6 +83,27 @@ class BuildNative(build_ext):
                 reason = f"no C++ compiler was found; {reason}"
             self.warn(f"hf_paged is installed without its native CPU backend: {reason}")
             log.write_text(reason + "\n")
+
+    def build_extensions(self) -> None:
+        for ext in self.extensions[:]:
+            if ext.name.endswith(f"_{NEWEST}") and not self._compiles_newest():
+                self.warn(f"{ext.name} is left out: this compiler does not know {NEWEST}")
+                self.extensions = [other for other in self.extensions if other is not ext]
+                for folder in (ROOT, Path(self.build_lib)):  # another compiler's
+                    (folder / self.get_ext_filename(ext.name)).unlink(missing_ok=True)
+        super().build_extensions()
+
+    def _compiles_newest(self) -> bool:
+        with tempfile.TemporaryDirectory() as folder:
+            source = Path(folder, "probe.cpp")
+            source.write_text(NEWEST_PROBE)
+            try:
+                self.compiler.compile(
+                    [str(source)], output_dir=folder, extra_postargs=ISA_FLAGS[NEWEST]
+                )
+            except CompileError:
+                return False
+        return True
 
     def build_extension(self, ext: Extension) -> None:
         # One folder for the objects of each instruction set, since the sources are the same; and

@@ -14,7 +14,7 @@ import zipfile
 from pathlib import Path, PurePosixPath
 
 ROOT = Path(__file__).resolve().parent.parent
-ISAS = ("avx2", "avx512", "portable") if platform.machine() == "x86_64" else ("portable",)
+ISAS = ("amx", "avx2", "avx512", "portable") if platform.machine() == "x86_64" else ("portable",)
 LIBRARIES = {f"hf_paged/backends/lib/libhf_paged_cpu_{isa}.so" for isa in ISAS}
 
 

@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 ISA_VARIABLE = "HF_PAGED_CPU_ISA"
-_ISAS = ("avx512", "avx2", "portable")
+_ISAS = ("amx", "avx512", "avx2", "portable")
 _FOLDER = Path(__file__).parent / "lib"
 _BUILD_LOG = _FOLDER / "build.txt"
 
@@ -206,8 +206,26 @@ def _threads(num_threads: int) -> Any:
 
 def supported_isas() -> tuple[str, ...]:
     """Return the instruction sets that this processor runs, the best one first."""
-    capability = torch.backends.cpu.get_cpu_capability()
-    return {"AVX512": _ISAS, "AVX2": _ISAS[1:]}.get(capability, _ISAS[2:])
+    best = {"AVX512": "avx512", "AVX2": "avx2"}.get(
+        torch.backends.cpu.get_cpu_capability(), "portable"
+    )
+    if best == "avx512" and request_amx():
+        best = "amx"
+    return _ISAS[_ISAS.index(best) :]
+
+
+@functools.cache
+def request_amx() -> bool:
+    """Ask the system to let this process use AMX, and return whether it does.
+
+    Linux grants it to a process that asks, for good, where the processor has it (all that do have
+    AVX512_BF16 too, and multiply bfloat16). torch asks as well, when it first multiplies bfloat16.
+    See Documentation/arch/x86/xstate.rst of the kernel.
+    """
+    if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
+        return False
+    arch_prctl, request_permission, tile_data = 158, 0x1023, 18
+    return bool(ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0)
 
 
 def built_isas() -> tuple[str, ...]:

@@ -24,6 +24,7 @@ from hf_paged.backends.cpu import CpuBackend
 pytestmark = [pytest.mark.core_suite, pytest.mark.usefixtures("isa")]
 
 SHAPE: dict[str, Any] = dict(num_kv_heads=2, group_size=3, head_dim=40)
+DTYPES = [torch.float32, torch.bfloat16]
 DECODE = [(0, 1), (16, 1), (511, 1), (512, 1), (1500, 1), (2999, 1)]
 OTHERS = [(0, 3), (700, 2), (300, 4), (0, 70), (65, 6), (2050, 20), (40, 130), (33, 0)]
 ATTENTION = [
@@ -117,6 +118,7 @@ def test_a_row_is_the_same_alone_and_at_any_place_of_a_batch(attention: Any) -> 
     attention=st.sampled_from(ATTENTION),
     num_kv_heads=st.integers(1, 4),
     group_size=st.sampled_from([1, 2, 5, 17]),
+    dtype=st.sampled_from(DTYPES),
 )
 def test_no_other_row_reaches_a_row(
     lens: Any,
@@ -125,8 +127,9 @@ def test_no_other_row_reaches_a_row(
     attention: Any,
     num_kv_heads: int,
     group_size: int,
+    dtype: torch.dtype,
 ) -> None:
-    shape = SHAPE | dict(num_kv_heads=num_kv_heads, group_size=group_size)
+    shape = SHAPE | dict(num_kv_heads=num_kv_heads, group_size=group_size, dtype=dtype)
     if "sinks" in attention:
         attention = attention | {
             name: torch.linspace(0, 1, num_kv_heads * group_size)
@@ -143,11 +146,21 @@ def test_no_other_row_reaches_a_row(
 
 
 @pytest.mark.parametrize("invariant", [True, False], ids=["invariant", "free"])
+@pytest.mark.parametrize(
+    ("dtype", "rounding"),
+    [(torch.float32, 1e-6), (torch.bfloat16, 1e-3)],
+    ids=["float32", "bfloat16"],
+)
 @pytest.mark.parametrize("lens", [DECODE, OTHERS, DECODE[-1:], OTHERS[3:4]])
 def test_any_number_of_threads_gives_the_same(
-    lens: Any, invariant: bool, monkeypatch: pytest.MonkeyPatch
+    lens: Any,
+    dtype: torch.dtype,
+    rounding: float,
+    invariant: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    batch = PagedBatch(random_rows(lens, **SHAPE), CpuBackend(batch_invariant=invariant), 16)
+    rows = random_rows(lens, **SHAPE, dtype=dtype)
+    batch = PagedBatch(rows, CpuBackend(batch_invariant=invariant), 16)
     torch.set_num_threads(1)
     expected = batch.forward()
     for num_threads in (2, 3, 7, 64):
@@ -157,7 +170,7 @@ def test_any_number_of_threads_gives_the_same(
         if invariant:
             assert torch.equal(out, expected)
         else:
-            assert (out - expected).norm() < 1e-6 * expected.norm()
+            assert (out - expected).norm() < rounding * expected.norm()
         assert host.calls, "large enough for threads"
         assert max(host.calls) <= num_threads
 
@@ -200,13 +213,14 @@ def test_a_small_call_wakes_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     assert host.calls == []
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("lens", [DECODE, OTHERS], ids=["decode", "mixed"])
-def test_the_same_call_again_gives_the_same_bits(lens: Any) -> None:
+def test_the_same_call_again_gives_the_same_bits(lens: Any, dtype: torch.dtype) -> None:
     """Which thread merges the parts of a row is chance; the order of the merge is not."""
     torch.set_num_threads(2)
     for invariant in (False, True):
         backend = CpuBackend(batch_invariant=invariant)
-        batch = PagedBatch(random_rows(lens, **SHAPE), backend, 16)
+        batch = PagedBatch(random_rows(lens, **SHAPE, dtype=dtype), backend, 16)
         expected = batch.forward()
         for _ in range(20):
             assert torch.equal(batch.forward(), expected)
@@ -216,8 +230,8 @@ def test_python_threads_compute_at_once_and_keep_their_own_numbers_of_threads() 
     backend = CpuBackend(batch_invariant=True)
     lens = [DECODE, OTHERS, DECODE[-2:], OTHERS[:3]]
     batches = [
-        PagedBatch(random_rows(one, **SHAPE, seed=seed), backend, 16)
-        for seed, one in enumerate(lens)
+        PagedBatch(random_rows(one, **SHAPE, seed=seed, dtype=dtype), backend, 16)
+        for seed, (one, dtype) in enumerate(zip(lens, DTYPES * 2, strict=True))
     ]
     expected = [batch.forward() for batch in batches]
     start, results = threading.Barrier(len(batches)), [0] * len(batches)
@@ -234,6 +248,22 @@ def test_python_threads_compute_at_once_and_keep_their_own_numbers_of_threads() 
     for worker in workers:
         worker.join()
     assert results == [10] * len(batches)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("lens", [DECODE, OTHERS], ids=["decode", "mixed"])
+def test_what_a_call_leaves_in_its_workspace_reaches_no_other(
+    lens: Any, dtype: torch.dtype
+) -> None:
+    torch.set_num_threads(1)
+    batch = PagedBatch(random_rows(lens, **SHAPE, dtype=dtype), CpuBackend(), 16)
+    expected = batch.forward()
+    poison = random_rows(OTHERS, num_kv_heads=1, group_size=9, head_dim=200, dtype=dtype)
+    for row in poison:
+        row.value.fill_(torch.nan)
+        row.key.fill_(torch.nan)
+    assert PagedBatch(poison, CpuBackend(), 16).forward().isnan().all()
+    assert torch.equal(batch.forward(), expected)
 
 
 def test_a_workspace_ends_with_its_thread_and_when_scratch_is_released() -> None:

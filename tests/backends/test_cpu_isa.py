@@ -28,11 +28,13 @@ pytestmark = pytest.mark.core_suite
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).resolve().parents[2]
-CAPABILITIES = {
-    "AVX512": ("avx512", "avx2", "portable"),
-    "AVX2": ("avx2", "portable"),
-    "DEFAULT": ("portable",),
-    "SVE256": ("portable",),
+SUPPORTED = {  # by torch's capability, and whether the system lets a process use AMX
+    ("AVX512", True): ("amx", "avx512", "avx2", "portable"),
+    ("AVX512", False): ("avx512", "avx2", "portable"),
+    ("AVX2", True): ("avx2", "portable"),  # as under ATEN_CPU_CAPABILITY=avx2
+    ("AVX2", False): ("avx2", "portable"),
+    ("DEFAULT", False): ("portable",),
+    ("SVE256", False): ("portable",),
 }
 KERNELS = ("attend", "check_rows", "check_slots", "copy_blocks", "write_tokens")
 
@@ -59,18 +61,20 @@ def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pa
 @pytest.mark.skipif(not os.environ.get("CI"), reason="elsewhere a compiler is no duty")
 def test_ci_has_a_library_for_every_instruction_set_of_its_platform() -> None:
     is_x86 = platform.machine() in ("x86_64", "AMD64")
-    assert native.built_isas() == (CAPABILITIES["AVX512"] if is_x86 else ("portable",))
+    assert native.built_isas() == (SUPPORTED["AVX512", True] if is_x86 else ("portable",))
     assert native.unavailable_reason() is None
 
 
-@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize(("capability", "has_amx"), SUPPORTED)
 def test_the_best_that_is_both_built_and_supported_is_chosen(
-    capability: str, monkeypatch: pytest.MonkeyPatch
+    capability: str, has_amx: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
-    supported = CAPABILITIES[capability]
+    monkeypatch.setattr(native, "request_amx", lambda: has_amx)
+    supported = SUPPORTED[capability, has_amx]
     assert native.supported_isas() == supported
-    for built in (("avx512", "avx2", "portable"), ("avx2", "portable"), ("portable",), ("avx512",)):
+    everything = SUPPORTED["AVX512", True]
+    for built in (everything, everything[1:], ("avx2", "portable"), ("portable",), ("avx512",)):
         monkeypatch.setattr(native, "built_isas", lambda built=built: built)
         both = [isa for isa in supported if isa in built]
         assert native.chosen_isa() == (both[0] if both else None)
@@ -180,29 +184,56 @@ def test_on_another_device_it_is_no_choice() -> None:
     assert create_backend("auto", torch.device("cuda")).name == "torch"
 
 
-def test_without_a_compiler_an_install_succeeds_and_leaves_the_reason(
-    tmp_path: Path, empty_folder: Path
-) -> None:
+def build_with(compiler: Path | str, folder: Path) -> tuple[Path, str]:
+    """Return (where the libraries went, what the build said)."""
     pytest.importorskip("setuptools")
-    tree, target = tmp_path / "tree", tmp_path / "target"
+    tree, target = folder / "tree", folder / "target"
     # Without pyproject.toml, which asks for a newer setuptools than an environment may have.
     sources = Path("hf_paged", "backends", "csrc")
     shutil.copytree(ROOT / sources, tree / sources)
     shutil.copy(ROOT / "setup.py", tree)
-    compiler = "no-such-compiler"
     done = subprocess.run(
         [sys.executable, "setup.py", "build_ext", "--build-lib", str(target)],
         cwd=tree,
-        env=os.environ | {"CC": compiler, "CXX": compiler},
+        env=os.environ | {"CC": str(compiler), "CXX": str(compiler)},
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    assert "hf_paged is installed without its native CPU backend" in done.stdout + done.stderr
-    assert not list(target.rglob("*.so"))
-    (log,) = target.rglob("build.txt")
+    return target / "hf_paged" / "backends" / "lib", done.stdout + done.stderr
+
+
+def test_without_a_compiler_an_install_succeeds_and_leaves_the_reason(
+    tmp_path: Path, empty_folder: Path
+) -> None:
+    compiler = "no-such-compiler"
+    target, said = build_with(compiler, tmp_path)
+    assert "hf_paged is installed without its native CPU backend" in said
+    assert [path.name for path in target.iterdir()] == ["build.txt"]
+    log = target / "build.txt"
     assert "no C++ compiler was found" in log.read_text()
     assert compiler in log.read_text()
     shutil.copy(log, native._BUILD_LOG)
     reason = native.unavailable_reason()
     assert reason is not None and log.read_text().strip() in reason
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="AMX is x86-64's")
+def test_what_only_newer_compilers_know_is_left_out(tmp_path: Path) -> None:
+    compiler = tmp_path / "gcc-10"
+    compiler.write_text(
+        """#!/bin/sh
+case "$*" in *-mamx-tile*) echo "unrecognized option '-mamx-tile'" >&2; exit 1;; esac
+while [ "$1" != -o ]; do shift; done
+: > "$2"
+"""
+    )
+    compiler.chmod(0o755)
+    stale = tmp_path / "target/hf_paged/backends/lib/libhf_paged_cpu_amx.so"
+    stale.parent.mkdir(parents=True)
+    stale.write_text("of another compiler")
+    target, said = build_with(compiler, tmp_path)
+    assert sorted(path.name for path in target.iterdir()) == [
+        f"libhf_paged_cpu_{isa}.so" for isa in ("avx2", "avx512", "portable")
+    ]
+    assert "libhf_paged_cpu_amx" in said

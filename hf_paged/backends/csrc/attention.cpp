@@ -1,8 +1,11 @@
 // hfp_attend: plan, run the tasks in the host's threads, merge.
 
 #include <atomic>
+#include <type_traits>
 
+#include "amx_products.h"
 #include "few_queries.h"
+#include "float_products.h"
 #include "many_queries.h"
 #include "parallel.h"
 #include "plan.h"
@@ -14,186 +17,14 @@ namespace {
 // A call of fewer multiply-adds is done sooner than a second thread is awake.
 constexpr int64_t WORK_WORTH_THREADS = 100'000;
 
-// The running softmax of some query rows, and their sums of values so far.
-struct State {
-  float* out;  // [rows, stride] in strip order
-  float* max;  // [rows]
-  float* sum;  // [rows]
-
-  State(float* memory, int64_t rows, int64_t stride)
-      : out(memory), max(memory + rows * stride), sum(max + rows) {}
-};
-
-int64_t padded_rows(const Plan& plan, const Task& task) { return round_up(plan.num_rows(task), W); }
-
-// Tokens a tile: K and V of one head take half of a first-level cache of 32 KB.
+// Where the processor multiplies matrices, prompts in bfloat16 go there.
 template <class T>
-int64_t few_tile(const hfp_attention& args) {
-  const int64_t bytes = (args.head_dim + args.value_dim) * sizeof(T);
-  return std::clamp<int64_t>(16384 / bytes / 16 * 16, 16, MAX_TILE);
-}
-
-int64_t few_scratch(const Plan& plan, const hfp_attention& args, const Task& task) {
-  const int64_t rows = padded_rows(plan, task);
-  return rows * round_up(args.head_dim, STRIP) + rows * MAX_TILE + round_up(MAX_FEW, W) +
-         plan.state_size(task);
-}
-
-template <class T>
-void attend_few(const hfp_attention& args, const Plan& plan, const Row& row, const Task& task,
-                float* scratch, State state) {
-  const int64_t group = plan.group_size(), rows_per_head = task.num_queries() * group;
-  const int64_t num_rows = padded_rows(plan, task);
-  const int64_t query_stride = round_up(args.head_dim, STRIP), out_stride = plan.value_stride();
-  float* query = scratch;
-  float* scores = query + num_rows * query_stride;
-  float* decay = scores + num_rows * MAX_TILE;
-
-  for (int64_t head = 0; head < task.num_heads(); head++)
-    for (int64_t m = 0; m < rows_per_head; m++) {
-      const T* source =
-          static_cast<const T*>(args.query.data) +
-          (row.first_query + task.query_begin + m / group) * args.query.token_stride +
-          ((task.head_begin + head) * group + m % group) * args.query.head_stride;
-      float* target = query + (head * rows_per_head + m) * query_stride;
-      load_row(source, args.head_dim, target);
-      for (int64_t d = 0; d < query_stride; d += W) store(target + d, load(target + d) * args.scale);
-    }
-  std::fill(state.out, state.out + num_rows * out_stride, 0.0f);
-  std::fill(state.max, state.max + num_rows, -INFINITY);
-  std::fill(state.sum, state.sum + num_rows, 0.0f);
-
-  const int64_t limit = few_tile<T>(args);
-  Tile<T> tiles[2];
-  Tile<T>*tile = &tiles[0], *next = &tiles[1];
-  tile->resolve(args, row, task.token_begin, task.token_end, limit);
-  for (bool more = true; more; std::swap(tile, next)) {
-    more = tile->end() < task.token_end;
-    if (more) {
-      next->resolve(args, row, tile->end(), task.token_end, limit);
-      // A prefetch needs an address.
-      for (int64_t t = next->size; t < tile->size; t++) next->keys[t] = next->keys[0];
-    }
-    for (int64_t head = 0; head < task.num_heads(); head++) {
-      const int64_t kv_head = task.head_begin + head;
-      const int64_t key_offset = kv_head * tile->key_head_stride;
-      const int64_t value_offset = kv_head * tile->value_head_stride;
-      // While scores are computed the tile's values come in, while those are summed the next keys.
-      const Upcoming<T> values{tile->values, value_offset};
-      Upcoming<T> next_keys{nullptr, 0};
-      if (head + 1 < task.num_heads())
-        next_keys = {tile->keys, key_offset + tile->key_head_stride};
-      else if (more)
-        next_keys = {next->keys, task.head_begin * next->key_head_stride};
-      const float* head_query = query + head * rows_per_head * query_stride;
-      const int64_t first_row = head * rows_per_head;
-      for_row_blocks(rows_per_head, [&](auto count, int64_t m) __attribute__((always_inline)) {
-        dot_rows<T, count.value>(tile->keys, key_offset, tile->size, args.head_dim,
-                                 head_query + m * query_stride, query_stride,
-                                 scores + m * MAX_TILE, MAX_TILE,
-                                 m == 0 ? values : Upcoming<T>{nullptr, 0});
-      });
-      for (int64_t m = 0; m < rows_per_head; m++) {
-        const int64_t position = row.num_past() + task.query_begin + m / group;
-        const float slope =
-            args.alibi_slopes ? args.alibi_slopes[kv_head * group + m % group] : 0.0f;
-        decay[m] = softmax_row(scores + m * MAX_TILE, tile->size,
-                               first_visible(args, position) - tile->first,
-                               position + 1 - tile->first, args.softcap, slope,
-                               tile->first - position, state.max[first_row + m],
-                               state.sum[first_row + m]);
-      }
-      for_row_blocks(rows_per_head, [&](auto count, int64_t m) __attribute__((always_inline)) {
-        add_rows<T, count.value>(tile->values, value_offset, tile->size, args.value_dim,
-                                 scores + m * MAX_TILE, MAX_TILE, decay + m,
-                                 state.out + (first_row + m) * out_stride, out_stride,
-                                 m == 0 ? next_keys : Upcoming<T>{nullptr, 0});
-      });
-    }
-  }
-}
-
-int64_t many_scratch(const Plan& plan, const hfp_attention& args, const Task& task) {
-  const int64_t columns = padded_rows(plan, task);
-  return columns * round_up(args.head_dim, STRIP) +
-         MAX_TILE * (round_up(args.head_dim, STRIP) + plan.value_stride() + PANEL) + 5 * columns +
-         plan.state_size(task);
-}
-
-template <class T>
-void attend_many(const hfp_attention& args, const Plan& plan, const Row& row, const Task& task,
-                 float* scratch, State state) {
-  const int64_t group = plan.group_size(), num_rows = task.num_queries() * group;
-  const int64_t columns = padded_rows(plan, task), head = task.head_begin;
-  const int64_t key_stride = round_up(args.head_dim, STRIP), value_stride = plan.value_stride();
-  float* query = scratch;  // [key_stride, columns]
-  float* keys = query + key_stride * columns;
-  float* values = keys + MAX_TILE * key_stride;
-  float* scores = values + MAX_TILE * value_stride;  // [MAX_TILE, PANEL]
-  float* decay = scores + MAX_TILE * PANEL;
-  float* slope = decay + columns;
-  float* position = slope + columns;
-  int32_t* low = reinterpret_cast<int32_t*>(position + columns);
-  int32_t* high = low + columns;
-
-  const int64_t first_position = row.num_past() + task.query_begin;
-  const auto position_of = [&](int64_t m) { return first_position + m / group; };
-  for (int64_t m = 0; m < columns; m++) {
-    if (m < num_rows) {
-      const T* source = static_cast<const T*>(args.query.data) +
-                        (row.first_query + task.query_begin + m / group) * args.query.token_stride +
-                        (head * group + m % group) * args.query.head_stride;
-      load_row(source, args.head_dim, keys);  // one row, before any tile is there
-    } else {
-      std::fill(keys, keys + key_stride, 0.0f);
-    }
-    for (int64_t d = 0; d < key_stride; d++) query[d * columns + m] = keys[d] * args.scale;
-    const int64_t at = position_of(std::min(m, num_rows - 1));
-    position[m] = static_cast<float>(at - task.token_begin);
-    low[m] = static_cast<int32_t>(first_visible(args, at) - task.token_begin);
-    high[m] = static_cast<int32_t>(at + 1 - task.token_begin);
-    slope[m] = args.alibi_slopes ? args.alibi_slopes[head * group + m % group] : 0.0f;
-  }
-  std::fill(state.out, state.out + columns * value_stride, 0.0f);
-  std::fill(state.max, state.max + columns, -INFINITY);
-  std::fill(state.sum, state.sum + columns, 0.0f);
-
-  Tile<T> tile;
-  for (int64_t first = task.token_begin; first < task.token_end; first = tile.end()) {
-    tile.resolve(args, row, first, task.token_end, MAX_TILE);
-    for (int64_t t = 0; t < tile.size; t++) {
-      load_row(tile.keys[t] + head * tile.key_head_stride, args.head_dim, keys + t * key_stride);
-      load_row(tile.values[t] + head * tile.value_head_stride, args.value_dim,
-               values + t * value_stride);
-    }
-    for (int64_t column = 0; column < columns; column += PANEL) {
-      const int64_t width = std::min(PANEL, columns - column);
-      const int64_t last = std::min(column + width, num_rows) - 1;
-      // What some query of the panel sees.
-      const int64_t begin =
-          std::max<int64_t>(0, first_visible(args, position_of(column)) - first);
-      const int64_t end = std::min(tile.size, position_of(last) + 1 - first);
-      if (begin >= end) continue;
-      multiply<false>(end - begin, width, key_stride, keys + begin * key_stride, key_stride,
-                      query + column, columns, nullptr, scores, PANEL);
-      const auto shift = static_cast<int32_t>(first + begin - task.token_begin);
-      for (int64_t m = column; m < column + width; m += W) {
-        ColumnBounds bounds;
-        bounds.low = load(low + m) - broadcast(shift);
-        bounds.high = load(high + m) - broadcast(shift);
-        bounds.everywhere = high[m] - shift >= end - begin && low[m + W - 1] - shift <= 0;
-        bounds.slope = load(slope + m);
-        bounds.distance = broadcast(static_cast<float>(shift)) - load(position + m);
-        bounds.has_slope = args.alibi_slopes != nullptr;
-        softmax_columns(scores + (m - column), PANEL, end - begin, bounds, args.softcap,
-                        state.max + m, state.sum + m, decay + m);
-      }
-      multiply<true>(width, value_stride, end - begin, scores, PANEL,
-                     values + begin * value_stride, value_stride, decay + column,
-                     state.out + column * value_stride, value_stride);
-    }
-  }
-}
+using Products =
+#if defined(__AMX_BF16__)
+    std::conditional_t<std::is_same_v<T, bfloat16>, AmxProducts, FloatProducts<T>>;
+#else
+    FloatProducts<T>;
+#endif
 
 // Merges the partial results of a task group, in order, and stores the output rows.
 template <class T>
@@ -243,7 +74,7 @@ int32_t attend(const hfp_attention& args, Workspace& workspace, const hfp_thread
       state_floats = task.state + task.num_parts * plan.state_size(task);
     scratch_floats =
         std::max(scratch_floats, plan.is_few(task) ? few_scratch(plan, args, task)
-                                                   : many_scratch(plan, args, task));
+                                                   : many_scratch<Products<T>>(plan, args, task));
   });
   if (num_tasks == 0) return HFP_OK;
   scratch_floats = round_up(scratch_floats, 16);
@@ -272,7 +103,7 @@ int32_t attend(const hfp_attention& args, Workspace& workspace, const hfp_thread
       if (plan.is_few(task))
         attend_few<T>(args, plan, row, task, rest, state);
       else
-        attend_many<T>(args, plan, row, task, rest, state);
+        attend_many<Products<T>, T>(args, plan, row, task, rest, state);
       const bool is_last =
           task.num_parts == 1 ||
           counters[task.group].fetch_add(1, std::memory_order_acq_rel) == task.num_parts - 1;

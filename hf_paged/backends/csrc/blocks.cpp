@@ -36,7 +36,9 @@ void copy_heads(const hfp_cache& cache, const hfp_tokens& tokens, const hfp_writ
 }  // namespace hfp
 
 const char* hfp_isa() {
-#if defined(__AVX512F__)
+#if defined(__AMX_BF16__)
+  return "amx";
+#elif defined(__AVX512F__)
   return "avx512";
 #elif defined(__AVX2__)
   return "avx2";

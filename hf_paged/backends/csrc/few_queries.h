@@ -10,6 +10,7 @@
 #include <cmath>
 
 #include "element.h"
+#include "state.h"
 #include "tile.h"
 
 namespace hfp {
@@ -191,6 +192,92 @@ inline float softmax_row(float* scores, int64_t size, int64_t low, int64_t high,
   row_max = new_max;
   row_sum = row_sum * decay + sum_lanes(sum);
   return decay;
+}
+
+// Tokens a tile: K and V of one head take half of a first-level cache of 32 KB.
+template <class T>
+inline int64_t few_tile(const hfp_attention& args) {
+  const int64_t bytes = (args.head_dim + args.value_dim) * sizeof(T);
+  return std::clamp<int64_t>(16384 / bytes / 16 * 16, 16, MAX_TILE);
+}
+
+inline int64_t few_scratch(const Plan& plan, const hfp_attention& args, const Task& task) {
+  const int64_t rows = padded_rows(plan, task);
+  return rows * round_up(args.head_dim, STRIP) + rows * MAX_TILE + round_up(MAX_FEW, W) +
+         plan.state_size(task);
+}
+
+template <class T>
+void attend_few(const hfp_attention& args, const Plan& plan, const Row& row, const Task& task,
+                float* scratch, State state) {
+  const int64_t group = plan.group_size(), rows_per_head = task.num_queries() * group;
+  const int64_t num_rows = padded_rows(plan, task);
+  const int64_t query_stride = round_up(args.head_dim, STRIP), out_stride = plan.value_stride();
+  float* query = scratch;
+  float* scores = query + num_rows * query_stride;
+  float* decay = scores + num_rows * MAX_TILE;
+
+  for (int64_t head = 0; head < task.num_heads(); head++)
+    for (int64_t m = 0; m < rows_per_head; m++) {
+      const T* source =
+          static_cast<const T*>(args.query.data) +
+          (row.first_query + task.query_begin + m / group) * args.query.token_stride +
+          ((task.head_begin + head) * group + m % group) * args.query.head_stride;
+      float* target = query + (head * rows_per_head + m) * query_stride;
+      load_row(source, args.head_dim, target);
+      for (int64_t d = 0; d < query_stride; d += W) store(target + d, load(target + d) * args.scale);
+    }
+  state.clear_out();
+  state.clear_softmax();
+
+  const int64_t limit = few_tile<T>(args);
+  Tile<T> tiles[2];
+  Tile<T>*tile = &tiles[0], *next = &tiles[1];
+  tile->resolve(args, row, task.token_begin, task.token_end, limit);
+  for (bool more = true; more; std::swap(tile, next)) {
+    more = tile->end() < task.token_end;
+    if (more) {
+      next->resolve(args, row, tile->end(), task.token_end, limit);
+      // A prefetch needs an address.
+      for (int64_t t = next->size; t < tile->size; t++) next->keys[t] = next->keys[0];
+    }
+    for (int64_t head = 0; head < task.num_heads(); head++) {
+      const int64_t kv_head = task.head_begin + head;
+      const int64_t key_offset = kv_head * tile->key_head_stride;
+      const int64_t value_offset = kv_head * tile->value_head_stride;
+      // While scores are computed the tile's values come in, while those are summed the next keys.
+      const Upcoming<T> values{tile->values, value_offset};
+      Upcoming<T> next_keys{nullptr, 0};
+      if (head + 1 < task.num_heads())
+        next_keys = {tile->keys, key_offset + tile->key_head_stride};
+      else if (more)
+        next_keys = {next->keys, task.head_begin * next->key_head_stride};
+      const float* head_query = query + head * rows_per_head * query_stride;
+      const int64_t first_row = head * rows_per_head;
+      for_row_blocks(rows_per_head, [&](auto count, int64_t m) __attribute__((always_inline)) {
+        dot_rows<T, count.value>(tile->keys, key_offset, tile->size, args.head_dim,
+                                 head_query + m * query_stride, query_stride,
+                                 scores + m * MAX_TILE, MAX_TILE,
+                                 m == 0 ? values : Upcoming<T>{nullptr, 0});
+      });
+      for (int64_t m = 0; m < rows_per_head; m++) {
+        const int64_t position = row.num_past() + task.query_begin + m / group;
+        const float slope =
+            args.alibi_slopes ? args.alibi_slopes[kv_head * group + m % group] : 0.0f;
+        decay[m] = softmax_row(scores + m * MAX_TILE, tile->size,
+                               first_visible(args, position) - tile->first,
+                               position + 1 - tile->first, args.softcap, slope,
+                               tile->first - position, state.max[first_row + m],
+                               state.sum[first_row + m]);
+      }
+      for_row_blocks(rows_per_head, [&](auto count, int64_t m) __attribute__((always_inline)) {
+        add_rows<T, count.value>(tile->values, value_offset, tile->size, args.value_dim,
+                                 scores + m * MAX_TILE, MAX_TILE, decay + m,
+                                 state.out + (first_row + m) * out_stride, out_stride,
+                                 m == 0 ? next_keys : Upcoming<T>{nullptr, 0});
+      });
+    }
+  }
 }
 
 }  // namespace hfp

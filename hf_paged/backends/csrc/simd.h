@@ -34,6 +34,7 @@ HFP_INLINE vf load(const float* p) {
   return x;
 }
 HFP_INLINE void store(float* p, vf x) { std::memcpy(p, &x, sizeof x); }
+HFP_INLINE void store(uint32_t* p, vu x) { std::memcpy(p, &x, sizeof x); }
 // x - 0 is x for every x, so this folds to a broadcast (0 + x would turn -0 into +0).
 HFP_INLINE vf broadcast(float x) { return x - vf{}; }
 HFP_INLINE vi broadcast(int32_t x) { return x - vi{}; }
@@ -107,6 +108,26 @@ HFP_INLINE vf sum_each(vf* x) {
   }
 }
 
+namespace detail {
+template <int S, int... I>
+HFP_INLINE void exchange(vf& a, vf& b, std::integer_sequence<int, I...>) {
+  const vf first = shuffle<((I & S) ? (I ^ S) + W : I)...>(a, b);
+  b = shuffle<((I & S) ? I + W : (I ^ S))...>(a, b);
+  a = first;
+}
+}  // namespace detail
+
+// Lane j of x[i] becomes lane i of x[j].
+template <int S = 1>
+HFP_INLINE void transpose(vf* x) {
+  if constexpr (S < W) {
+#pragma GCC unroll 16
+    for (int i = 0; i < W; i++)
+      if (!(i & S)) detail::exchange<S>(x[i], x[i | S], detail::Lanes{});
+    transpose<2 * S>(x);
+  }
+}
+
 template <int S = W / 2>
 HFP_INLINE float max_lane(vf x) {
   if constexpr (S == 0)
@@ -154,7 +175,8 @@ HFP_INLINE vf tanh(vf x) {
   return select(size < broadcast(0.625f), near, (vf)((vi)far | sign));
 }
 
-// Makes the compiler load x once, instead of once for each instruction that may take it from memory.
+// Hides from the compiler where x came from: it is loaded once, instead of by each instruction that
+// may take it from memory, and a product is rounded, instead of fused with what follows.
 HFP_INLINE vf in_register(vf x) {
 #if defined(__x86_64__)
   asm("" : "+v"(x));
