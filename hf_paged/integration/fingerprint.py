@@ -1,9 +1,7 @@
 """What K and V of a model depend on besides tokens and positions, in one comparable value.
 
 Counters such as ``Tensor._version`` are no evidence: fused AdamW, writes through ``.data`` and
-``load_state_dict(assign=True)`` leave them as they were. So every parameter and buffer is read. On
-a CPU xxh3 does that at the speed of memory; a sum or xor of the elements would not notice a sign
-flip of a whole tensor or two rows that trade places.
+``load_state_dict(assign=True)`` leave them as they were. So every parameter and buffer is read.
 """
 
 from __future__ import annotations
@@ -22,6 +20,7 @@ import xxhash
 from torch.nn.modules import module as torch_module
 
 from hf_paged.integration.model_spec import ModelSeams
+from hf_paged.integration.weight_digest import digests
 
 __all__ = ["ModelComputation", "has_dynamic_rope", "has_user_hooks"]
 
@@ -29,7 +28,6 @@ logger = logging.getLogger("hf_paged")
 
 _DYNAMIC_ROPE = ("dynamic", "longrope")
 """RoPE whose frequencies depend on the length of the call: equal tokens, different K."""
-_CHUNK_ELEMENTS = 1 << 20
 _TORCH_ATTRIBUTES = frozenset(torch.nn.Module().__dict__)
 _NOT_PLAIN = "(an object)"
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, partial)
@@ -77,25 +75,27 @@ class ModelComputation:
             classes[cls] = None
             digest.update(f"{name} {_serial(cls)} {list(_settings(module))}".encode())
         digest.update(f"{[list(_code(cls)) for cls in classes]}".encode())
-        seen: set[tuple[int, int]] = set()
-        tensors = (*base.named_parameters(), *base.named_buffers(), *_tensor_attributes(base))
-        for name, tensor in tensors:
-            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-            try:
-                if (place := (tensor.data_ptr(), tensor.nbytes)) not in seen:
-                    seen.add(place)
-                    _update(digest, tensor.detach())
-            except (RuntimeError, TypeError, NotImplementedError):
-                if not self._has_warned:
-                    self._has_warned = True
-                    logger.warning(
-                        "parameter %s cannot be read (%s on %s): prefixes are not reused across "
-                        "calls, since a change of the weights would go unnoticed",
-                        name,
-                        type(tensor).__name__,
-                        tensor.device,
-                    )
-                return None
+        every = [*base.named_parameters(), *base.named_buffers(), *_tensor_attributes(base)]
+        distinct: dict[tuple[int, int], tuple[str, torch.Tensor]] = {}
+        try:
+            for name, tensor in every:
+                digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+                distinct.setdefault((tensor.data_ptr(), tensor.nbytes), (name, tensor))
+            contents = digests([tensor for _, tensor in distinct.values()])
+            for named_tensor in distinct.values():
+                name, tensor = named_tensor  # for the warning
+                digest.update(next(contents))
+        except (RuntimeError, TypeError, NotImplementedError):
+            if not self._has_warned:
+                self._has_warned = True
+                logger.warning(
+                    "parameter %s cannot be read (%s on %s): prefixes are not reused across "
+                    "calls, since a change of the weights would go unnoticed",
+                    name,
+                    type(tensor).__name__,
+                    tensor.device,
+                )
+            return None
         return digest.digest()
 
 
@@ -117,24 +117,6 @@ def has_user_hooks(model: torch.nn.Module) -> bool:
 def has_dynamic_rope(config: Any) -> bool:
     """Whether the frequencies of RoPE depend on the length of the call."""
     return bool(_rope_types(config) & set(_DYNAMIC_ROPE))
-
-
-def _update(digest: Any, tensor: torch.Tensor) -> None:
-    """Feed the elements of ``tensor`` to ``digest``, order and sign included."""
-    if tensor.device.type == "meta":
-        raise NotImplementedError("the weight is offloaded")
-    flat = tensor.contiguous().view(-1).view(torch.uint8)
-    if flat.device.type == "cpu":
-        digest.update(flat.numpy())
-        return
-    # On the device: a sum over products with fixed random odd factors, modulo 2**64.
-    words = torch.nn.functional.pad(flat, (0, -flat.shape[0] % 8)).view(torch.int64)
-    generator = torch.Generator().manual_seed(0)
-    factors = torch.randint(-(2**62), 2**62, (_CHUNK_ELEMENTS,), generator=generator) * 2 + 1
-    factors = factors.to(flat.device)
-    sums = [(part * factors[: part.shape[0]]).sum() for part in torch.split(words, _CHUNK_ELEMENTS)]
-    if sums:
-        digest.update(torch.stack(sums).cpu().numpy().tobytes())
 
 
 def _serial(thing: Any) -> int | None:
