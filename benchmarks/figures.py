@@ -1,4 +1,4 @@
-"""Draws docs/figures/memory_*.png from the JSON in benchmarks/results/.
+"""Draws memory_*.png and throughput.png of docs/figures/ from the JSON in benchmarks/results/.
 
     make figures        or        python benchmarks/figures.py [--out docs/figures]
 

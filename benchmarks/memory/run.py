@@ -24,7 +24,8 @@ Figures:
                 64 KiB mapped by itself, so that what is freed is gone.
     batch       rows of 100 to 300 tokens that still finish if the address space (RLIMIT_AS) may
                 grow by the budget; prompts in chunks of 64 columns. By trying, not by formula.
-                continuous and patched: a pool of the blocks that the batch needs.
+                continuous and patched: a pool of the blocks that the batch needs, and at most 256
+                new tokens in a forward.
 """
 
 from __future__ import annotations

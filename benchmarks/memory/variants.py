@@ -17,6 +17,9 @@ from workloads import Tokens, Workload
 import hf_paged
 from real_model import CACHE_NAME
 
+MAX_BATCH_TOKENS = 256
+"""New tokens of a forward of generate_batch."""
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -197,9 +200,16 @@ def num_blocks_for(work: Workload, block_size: int) -> int:
 
 
 def patched(model: Any, work: Workload, settings: Settings) -> Taken:
-    """By default the pool may take half of what is free."""
-    num_blocks = num_blocks_for(work, settings.block_size) if settings.is_sized else None
-    hf_paged.patch(model, block_size=settings.block_size, num_blocks=num_blocks)
+    """By default the pool may take half of what is free.
+
+    Sized for a budget, prompts are computed in pieces as small as generate_batch's: what a forward
+    needs besides K and V grows with its tokens.
+    """
+    sized: dict[str, Any] = {}
+    if settings.is_sized:
+        sized["num_blocks"] = num_blocks_for(work, settings.block_size)
+        sized["max_batch_tokens"] = MAX_BATCH_TOKENS
+    hf_paged.patch(model, block_size=settings.block_size, **sized)
     caches: list[Any] = []
     if work.turns or work.num_beams > 1:  # the tokens of beams that were given up are not returned
         caches, recorder = generate(model, work, lambda _: None)
@@ -251,7 +261,7 @@ def continuous(model: Any, work: Workload, settings: Settings, *, is_sized: bool
     turns = [work.prompts, *work.turns]
     num_blocks = num_blocks_for(work, settings.block_size)
     config = ContinuousBatchingConfig(
-        page_size=settings.block_size, num_blocks=num_blocks, max_batch_tokens=256
+        page_size=settings.block_size, num_blocks=num_blocks, max_batch_tokens=MAX_BATCH_TOKENS
     )
     talks: list[Tokens] = [[] for _ in work.prompts]
     rows: list[Tokens] = []
