@@ -12,6 +12,7 @@ import logging
 import types
 import weakref
 from collections.abc import Hashable, Iterator
+from contextlib import closing
 from functools import partial
 from typing import Any
 
@@ -81,10 +82,10 @@ class ModelComputation:
             for name, tensor in every:
                 digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
                 distinct.setdefault((tensor.data_ptr(), tensor.nbytes), (name, tensor))
-            contents = digests([tensor for _, tensor in distinct.values()])
-            for named_tensor in distinct.values():
-                name, tensor = named_tensor  # for the warning
-                digest.update(next(contents))
+            with closing(digests([tensor for _, tensor in distinct.values()])) as contents:
+                for named_tensor in distinct.values():
+                    name, tensor = named_tensor  # for the warning
+                    digest.update(next(contents))
         except (RuntimeError, TypeError, NotImplementedError):
             if not self._has_warned:
                 self._has_warned = True

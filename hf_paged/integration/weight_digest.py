@@ -8,7 +8,7 @@ would not notice a sign flip of a whole tensor or two rows that trade places.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -20,8 +20,10 @@ CHUNK_WORDS = 1 << 20
 """Words of 8 bytes that share a sum."""
 
 
-def digests(tensors: Sequence[torch.Tensor]) -> Iterator[bytes]:
+def digests(tensors: Sequence[torch.Tensor]) -> Generator[bytes]:
     """Yield a digest of each tensor; on a CPU as many are read at a time as torch has threads.
+
+    Close it if it is not used up: then nothing is read any more.
 
     Args:
         tensors: of any dtypes, strides and devices.
@@ -29,13 +31,16 @@ def digests(tensors: Sequence[torch.Tensor]) -> Iterator[bytes]:
     Raises:
         RuntimeError, TypeError, NotImplementedError: a tensor cannot be read; none follows it.
     """
-    with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+    threads = ThreadPoolExecutor(torch.get_num_threads())
+    try:
         on_host = threads.map(
             _digest_on_host, (tensor for tensor in tensors if tensor.device.type == "cpu")
         )
         for tensor in tensors:
             # A device's work is queued by the caller's thread: a stream is current in one thread.
             yield next(on_host) if tensor.device.type == "cpu" else digest_on_device(tensor)
+    finally:
+        threads.shutdown(cancel_futures=True)
 
 
 def digest_on_device(tensor: torch.Tensor) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -87,3 +88,20 @@ def test_what_cannot_be_read_is_raised_at_its_place() -> None:
     with pytest.raises(NotImplementedError):
         next(contents)
     assert next(contents, None) is None
+
+
+def test_threads_end_with_the_digests() -> None:
+    """Used up, closed in the middle, or raised: no thread is left behind."""
+    torch.set_num_threads(2)
+    before = threading.active_count()
+    tensors = [torch.ones(1000) for _ in range(20)]
+    list(digests(tensors))
+    assert threading.active_count() == before
+    contents = digests(tensors)
+    next(contents)
+    assert threading.active_count() > before
+    contents.close()
+    assert threading.active_count() == before
+    with pytest.raises(NotImplementedError):
+        list(digests([*tensors, torch.ones(4, device="meta")]))
+    assert threading.active_count() == before
