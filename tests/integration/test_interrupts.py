@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -35,6 +36,22 @@ def no_collector_callbacks() -> Iterator[None]:
     gc.callbacks.clear()
     yield
     gc.callbacks.extend(callbacks)
+
+
+@pytest.fixture(autouse=True)
+def lost_interrupts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An interrupt in a callback of a weak reference is lost: Python reports it and goes on.
+
+    pytest keeps what is reported, and with it the frames that were running and the caches that they
+    name: blocks stayed in use.
+    """
+    report = sys.unraisablehook
+
+    def report_others(unraisable: Any) -> None:
+        if unraisable.exc_type is not KeyboardInterrupt:
+            report(unraisable)
+
+    monkeypatch.setattr(sys, "unraisablehook", report_others)
 
 
 @pytest.mark.parametrize("way", WAYS)
