@@ -12,7 +12,6 @@ import logging
 import types
 import weakref
 from collections.abc import Hashable, Iterator
-from contextlib import closing
 from functools import partial
 from typing import Any
 
@@ -21,7 +20,7 @@ import xxhash
 from torch.nn.modules import module as torch_module
 
 from hf_paged.integration.model_spec import ModelSeams
-from hf_paged.integration.weight_digest import digests
+from hf_paged.integration.weight_digest import digest
 
 __all__ = ["ModelComputation", "has_dynamic_rope", "has_user_hooks"]
 
@@ -64,28 +63,26 @@ class ModelComputation:
         config: Any = None if base is None else base.config
         if base is None or has_dynamic_rope(config):
             return None
-        digest = xxhash.xxh3_128()
-        digest.update(f"{config.to_dict()} {config._attn_implementation}".encode())
+        everything = xxhash.xxh3_128()
+        everything.update(f"{config.to_dict()} {config._attn_implementation}".encode())
         device_type = base.device.type
         if device_type != "meta":  # weights that accelerate offloaded are met below
-            digest.update(f"{torch.is_autocast_enabled(device_type)}".encode())
-            digest.update(f"{torch.get_autocast_dtype(device_type)}".encode())
+            everything.update(f"{torch.is_autocast_enabled(device_type)}".encode())
+            everything.update(f"{torch.get_autocast_dtype(device_type)}".encode())
         classes: dict[type, None] = {}
         for name, module in base.named_modules():
             cls = getattr(type(module), "_hf_paged_original_class", type(module))
             classes[cls] = None
-            digest.update(f"{name} {_serial(cls)} {list(_settings(module))}".encode())
-        digest.update(f"{[list(_code(cls)) for cls in classes]}".encode())
-        every = [*base.named_parameters(), *base.named_buffers(), *_tensor_attributes(base)]
-        distinct: dict[tuple[int, int], tuple[str, torch.Tensor]] = {}
+            everything.update(f"{name} {_serial(cls)} {list(_settings(module))}".encode())
+        everything.update(f"{[list(_code(cls)) for cls in classes]}".encode())
+        seen: set[tuple[int, int]] = set()
+        tensors = (*base.named_parameters(), *base.named_buffers(), *_tensor_attributes(base))
         try:
-            for name, tensor in every:
-                digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-                distinct.setdefault((tensor.data_ptr(), tensor.nbytes), (name, tensor))
-            with closing(digests([tensor for _, tensor in distinct.values()])) as contents:
-                for named_tensor in distinct.values():
-                    name, tensor = named_tensor  # for the warning
-                    digest.update(next(contents))
+            for name, tensor in tensors:
+                everything.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+                if (place := (tensor.data_ptr(), tensor.nbytes)) not in seen:
+                    seen.add(place)
+                    everything.update(digest(tensor))
         except (RuntimeError, TypeError, NotImplementedError):
             if not self._has_warned:
                 self._has_warned = True
@@ -97,7 +94,7 @@ class ModelComputation:
                     tensor.device,
                 )
             return None
-        return digest.digest()
+        return everything.digest()
 
 
 def has_user_hooks(model: torch.nn.Module) -> bool:

@@ -1,4 +1,4 @@
-"""What tensors hold, in a few bytes each: every element is read, order and sign included.
+"""What a tensor holds, in a few bytes: every element is read, order and sign included.
 
 On a CPU xxh3 reads at the speed of memory. On a device there is no such hash, so words are
 multiplied by fixed random odd numbers and summed modulo 2**64. A plain sum or xor of the elements
@@ -8,39 +8,31 @@ would not notice a sign flip of a whole tensor or two rows that trade places.
 from __future__ import annotations
 
 import functools
-from collections.abc import Generator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 import xxhash
 
-__all__ = ["digest_on_device", "digests"]
+__all__ = ["digest", "digest_on_device"]
 
 CHUNK_WORDS = 1 << 20
 """Words of 8 bytes that share a sum."""
 
 
-def digests(tensors: Sequence[torch.Tensor]) -> Generator[bytes]:
-    """Yield a digest of each tensor; on a CPU as many are read at a time as torch has threads.
+def digest(tensor: torch.Tensor) -> bytes:
+    """Return a digest of the elements of ``tensor``.
 
-    Close it if it is not used up: then nothing is read any more.
+    One thread reads: a second would save a third of the time on two cores, but Python's pools of
+    threads can wait for ever once a Ctrl-C came while they start or end.
 
     Args:
-        tensors: of any dtypes, strides and devices.
+        tensor: of any dtype, shape, strides and device.
 
     Raises:
-        RuntimeError, TypeError, NotImplementedError: a tensor cannot be read; none follows it.
+        RuntimeError, TypeError, NotImplementedError: it cannot be read.
     """
-    threads = ThreadPoolExecutor(torch.get_num_threads())
-    try:
-        on_host = threads.map(
-            _digest_on_host, (tensor for tensor in tensors if tensor.device.type == "cpu")
-        )
-        for tensor in tensors:
-            # A device's work is queued by the caller's thread: a stream is current in one thread.
-            yield next(on_host) if tensor.device.type == "cpu" else digest_on_device(tensor)
-    finally:
-        threads.shutdown(cancel_futures=True)
+    if tensor.device.type == "cpu":
+        return xxhash.xxh3_128_digest(_bytes_of(tensor).numpy().data)
+    return digest_on_device(tensor)
 
 
 def digest_on_device(tensor: torch.Tensor) -> bytes:
@@ -56,10 +48,6 @@ def digest_on_device(tensor: torch.Tensor) -> bytes:
     factors = _factors(tensor.device)
     sums = [(part * factors[: part.shape[0]]).sum() for part in words.split(CHUNK_WORDS)]
     return torch.stack(sums).cpu().numpy().tobytes()
-
-
-def _digest_on_host(tensor: torch.Tensor) -> bytes:
-    return xxhash.xxh3_128_digest(_bytes_of(tensor).numpy().data)
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
 
-from hf_paged.integration.weight_digest import CHUNK_WORDS, digest_on_device, digests
+from hf_paged.integration import weight_digest
+from hf_paged.integration.weight_digest import CHUNK_WORDS, digest_on_device
 
 pytestmark = pytest.mark.core_suite
 
 
-def on_host(tensor: torch.Tensor) -> bytes:
-    (digest,) = digests([tensor])
-    return digest
-
-
-WAYS = pytest.mark.parametrize("digest", [on_host, digest_on_device], ids=["host", "device"])
+WAYS = pytest.mark.parametrize(
+    "digest", [weight_digest.digest, digest_on_device], ids=["host", "device"]
+)
 Digest = Callable[[torch.Tensor], bytes]
-
-
-@pytest.fixture(autouse=True)
-def keep_number_of_threads() -> Iterator[None]:
-    num_threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(num_threads)
 
 
 @WAYS
@@ -74,34 +64,6 @@ def test_large_tensors_are_read_to_their_ends_and_in_order(digest: Digest, posit
     assert digest(weight) != before
 
 
-@pytest.mark.parametrize("num_threads", [1, 3])
-def test_digests_come_in_the_order_of_their_tensors(num_threads: int) -> None:
-    tensors = [torch.full((size,), size) for size in (100_000, 3, 0, 50_000, 3, 7)]
-    torch.set_num_threads(num_threads)
-    assert list(digests(tensors)) == [on_host(tensor) for tensor in tensors]
-
-
-def test_what_cannot_be_read_is_raised_at_its_place() -> None:
-    readable = torch.ones(4)
-    contents = digests([readable, torch.ones(4, device="meta"), readable])
-    assert next(contents) == on_host(readable)
+def test_what_cannot_be_read_is_refused() -> None:
     with pytest.raises(NotImplementedError):
-        next(contents)
-    assert next(contents, None) is None
-
-
-def test_threads_end_with_the_digests() -> None:
-    """Used up, closed in the middle, or raised: no thread is left behind."""
-    torch.set_num_threads(2)
-    before = threading.active_count()
-    tensors = [torch.ones(1000) for _ in range(20)]
-    list(digests(tensors))
-    assert threading.active_count() == before
-    contents = digests(tensors)
-    next(contents)
-    assert threading.active_count() > before
-    contents.close()
-    assert threading.active_count() == before
-    with pytest.raises(NotImplementedError):
-        list(digests([*tensors, torch.ones(4, device="meta")]))
-    assert threading.active_count() == before
+        weight_digest.digest(torch.ones(4, device="meta"))
