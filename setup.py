@@ -85,12 +85,12 @@ class BuildNative(build_ext):
             log.write_text(reason + "\n")
 
     def build_extensions(self) -> None:
-        for ext in self.extensions[:]:
-            if ext.name.endswith(f"_{NEWEST}") and not self._compiles_newest():
-                self.warn(f"{ext.name} is left out: this compiler does not know {NEWEST}")
-                self.extensions = [other for other in self.extensions if other is not ext]
-                for folder in (ROOT, Path(self.build_lib)):  # another compiler's
-                    (folder / self.get_ext_filename(ext.name)).unlink(missing_ok=True)
+        if NEWEST in ISA_FLAGS and not self._compiles_newest():
+            (left_out,) = [ext for ext in self.extensions if ext.name.endswith(f"_{NEWEST}")]
+            self.warn(f"{left_out.name} is left out: this compiler does not know {NEWEST}")
+            self.extensions = [ext for ext in self.extensions if ext is not left_out]
+            for folder in (ROOT, Path(self.build_lib)):  # another compiler's
+                (folder / self.get_ext_filename(left_out.name)).unlink(missing_ok=True)
         super().build_extensions()
 
     def _compiles_newest(self) -> bool:

@@ -65,8 +65,8 @@ done
 printf -- '--- a read behind the cache is reported for each of: %s\n' "$isas"
 
 # test_cpu_* go through all instruction sets by themselves, their neighbours take the best. Left out:
-# what compiles (the sources are gone) or computes in torch, long rows, and 8 GiB of address space, an eighth of which ASan
-# would fill.
+# what compiles (the sources are gone) or computes in torch, long rows, and 8 GiB of address space, an
+# eighth of which ASan would fill.
 sanitized "$python" -m pytest -n 2 -q -p no:cacheprovider tests/backends -k "cpu and not (\
-    test_cpu_compile or test_cpu_fallback or without_a_compiler or newer_compilers or thousands or any_place or no_other_row \
-    or same_call or 2_to_the_31)"
+    test_cpu_compile or test_cpu_fallback or without_a_compiler or newer_compilers or thousands or \
+    any_place or no_other_row or same_call or 2_to_the_31)"

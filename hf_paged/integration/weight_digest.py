@@ -56,6 +56,7 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def _factors(device: torch.device) -> torch.Tensor:
+    """Return the odd numbers, [CHUNK_WORDS] int64; kept, 8 MiB, since drawing them takes long."""
     generator = torch.Generator().manual_seed(0)
     factors = torch.randint(-(2**62), 2**62, (CHUNK_WORDS,), generator=generator) * 2 + 1
     return factors.to(device)

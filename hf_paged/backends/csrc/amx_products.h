@@ -54,8 +54,8 @@ HFP_INLINE void finish_stores() { asm volatile("" ::: "memory"); }
 // `steps` times BLOCK elements of depth. Strides count words: two elements of a, a pair of b, a
 // float of c.
 template <bool TWO_ROWS, bool TWO_COLUMNS>
-inline void multiply_block(int64_t steps, const uint32_t* a, int64_t a_stride, const uint32_t* b,
-                           int64_t b_stride, float* c, int64_t c_stride) {
+inline void amx_multiply_block(int64_t steps, const uint32_t* a, int64_t a_stride,
+                               const uint32_t* b, int64_t b_stride, float* c, int64_t c_stride) {
   const int64_t a_bytes = 4 * a_stride, b_bytes = 4 * b_stride, c_bytes = 4 * c_stride;
   _tile_zero(0);
   if constexpr (TWO_COLUMNS) _tile_zero(1);
@@ -83,16 +83,16 @@ inline void multiply_block(int64_t steps, const uint32_t* a, int64_t a_stride, c
   }
 }
 
-// multiply_block for what is left of rows and columns, in whole registers.
-inline void multiply(int64_t rows, int64_t columns, int64_t steps, const uint32_t* a,
-                     int64_t a_stride, const uint32_t* b, int64_t b_stride, float* c,
-                     int64_t c_stride) {
-  const bool two_rows = rows > SIDE, two_columns = columns > SIDE;
-  const auto multiply = two_rows ? (two_columns ? multiply_block<true, true>
-                                                : multiply_block<true, false>)
-                                 : (two_columns ? multiply_block<false, true>
-                                                : multiply_block<false, false>);
-  multiply(steps, a, a_stride, b, b_stride, c, c_stride);
+// amx_multiply_block for what is left of rows and columns, in whole registers.
+inline void amx_multiply(int64_t rows, int64_t columns, int64_t steps, const uint32_t* a,
+                         int64_t a_stride, const uint32_t* b, int64_t b_stride, float* c,
+                         int64_t c_stride) {
+  const bool two_columns = columns > SIDE;
+  const auto multiply_block =
+      rows > SIDE ? (two_columns ? amx_multiply_block<true, true> : amx_multiply_block<true, false>)
+                  : (two_columns ? amx_multiply_block<false, true>
+                                 : amx_multiply_block<false, false>);
+  multiply_block(steps, a, a_stride, b, b_stride, c, c_stride);
 }
 
 // See attend_many.
@@ -167,8 +167,8 @@ class AmxProducts {
     finish_stores();
     for (int64_t t = begin; t < end; t += BLOCK)
       for (int64_t m = 0; m < width; m += BLOCK)
-        multiply(end - t, width - m, key_words_ / SIDE, keys_ + t * key_words_, key_words_,
-                 query_ + column + m, columns_, scores_ + (t - begin) * PANEL + m, PANEL);
+        amx_multiply(end - t, width - m, key_words_ / SIDE, keys_ + t * key_words_, key_words_,
+                     query_ + column + m, columns_, scores_ + (t - begin) * PANEL + m, PANEL);
     return scores_;
   }
 
@@ -190,8 +190,8 @@ class AmxProducts {
     for (int64_t d = 0; d < state_.stride; d += BLOCK)
       for (int64_t m = 0; m < width; m += BLOCK) {
         const int64_t columns = std::min(BLOCK, width - m);
-        multiply(BLOCK, columns, steps, values_ + d * (MAX_TILE / 2) + begin / 2, MAX_TILE / 2,
-                 weights_ + m, PANEL, sums_, BLOCK);
+        amx_multiply(BLOCK, columns, steps, values_ + d * (MAX_TILE / 2) + begin / 2, MAX_TILE / 2,
+                     weights_ + m, PANEL, sums_, BLOCK);
         for (int64_t j = 0; j < columns; j += W) {
           const vf factor = load(decay + m + j);
           float* out = out_ + d * columns_ + column + m + j;

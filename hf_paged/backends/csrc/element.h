@@ -80,6 +80,7 @@ HFP_INLINE void copy_part(const T* p, int64_t n, T* strip) {
     std::memcpy(strip, p, n * sizeof(T));
 }
 
+// A strip of which only the first n are there.
 template <class T>
 HFP_INLINE Strip load_strip(const T* p, int64_t n) {
 #if HFP_MASKED_LOADS
